@@ -141,7 +141,7 @@ class Pipeline(Running):
         self.engine.failures.check()
         check_outputs(self.plan, outputs and not self.world.is_alone)
         with self.same.batch("step", self.num_steps):
-            self.engine.flags.check("train")
+            self.engine.model_guards.check("train")
             check_gradients()
             given, call = self.call.columns(inputs), self.call
             ends = {"whole": call.whole, "reads": self.reads, **self.ends}
@@ -187,7 +187,7 @@ class Pipeline(Running):
         self.drain()
         self.engine.failures.check()
         with self.same.batch("evaluation", self.same.counts["evaluation"]):
-            self.engine.flags.check("eval")
+            self.engine.model_guards.check("eval")
             given, call = self.call.tensors(inputs), self.call
             ends = {"whole": call.whole, "reads": self.reads_tests, **self.ends}
             (batch,) = micro_batches(given, None, 1, None, **ends)

@@ -154,7 +154,7 @@ class Assembly:
                 policy=self.policy,
                 loss=loss,
                 update=self.update,
-                flags=self.steps.flags(model),
+                model_guards=self.steps.model_guards(model),
                 parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
                 seed=seed,
                 devices=self.devices,

@@ -327,6 +327,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
         leaves=tuple(graph.train.leaves),
         intermediates=seen.intermediates,
         backward_reads=seen.backward_reads,
+        graph=graph.without_memory(),
     )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ...compression.errors import PlanError
 from ..files import save_json
 from ..memory.byte_budget import NEAR
-from ..record import load_json, read
+from ..record import IN_PROCESS, json_fields, load_json, read
 from ..tracing.capture.signature import Signature
 from .memory_model import NEIGHBOURS
 
@@ -119,7 +120,7 @@ class Profile:
     is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
     request or need. ``intermediates``: every storage that layers save, in the order of saving;
     ``backward_reads``: for a layer's number, the parameters and buffers that its backward reads. A profile
-    that does not know has neither."""
+    that does not know has neither. ``graph``: the LayerGraph that was measured, in this process only."""
 
     layers: tuple[LayerProfile, ...]
     values: tuple[ValueProfile, ...]
@@ -135,10 +136,11 @@ class Profile:
     leaves: tuple[str, ...] = ()
     intermediates: tuple[Intermediate, ...] = ()
     backward_reads: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
-        data = {"penstock_profile": 1, **dataclasses.asdict(self)}
+        data = {"penstock_profile": 1, **json_fields(self)}
         save_json(path, data, indent=1)
 
     @classmethod

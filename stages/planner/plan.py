@@ -16,7 +16,7 @@ from ...compression.errors import PlanError
 from ...compression.names import show_codec
 from ..files import save_json
 from ..memory.byte_budget import NAMES
-from ..record import load_json, read, shortened
+from ..record import IN_PROCESS, json_fields, load_json, read, shortened
 from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_count, show_rate, show_seconds
 from ..weights.policies import WeightPolicy, policy_named
@@ -98,7 +98,7 @@ class Plan(Placed):
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
-    need.
+    need. ``graph``: the LayerGraph that it was made from, in this process only.
     Raises:  PlanError: the fields contradict each other.
     """
 
@@ -121,6 +121,7 @@ class Plan(Placed):
     asked: Asked | None = dataclasses.field(default=None, compare=False)
     signature: Signature | None = dataclasses.field(default=None, compare=False)
     leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
 
     def __post_init__(self) -> None:
         layers = [layer for stage in self.stages for layer in stage.layers]
@@ -200,7 +201,7 @@ class Plan(Placed):
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data, which ``Plan.of_json`` takes."""
-        return {"penstock_plan": VERSION, **dataclasses.asdict(self)}
+        return {"penstock_plan": VERSION, **json_fields(self)}
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all, else ConfigError; ``Plan.load`` gives an equal one."""

@@ -209,14 +209,13 @@ def may_prove(module: nn.Module) -> bool:
     return type(module) in (*RELU_MODULES, *POOL_MODULES)
 
 
-def functions_of_proofs() -> list[object]:
-    """What such modules call."""
-    return [vars(F)[name] for name in ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_pool3d")]
+RELU_FUNCTIONS = ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_pool3d")
+"""Functions of torch.nn.functional that such modules call."""
 
 
-def hooks_on_all_modules() -> list[tuple[Any, ...]]:
+def hooks_on_all_modules() -> tuple[tuple[Any, ...], ...]:
     """The hooks that torch calls for every module."""
-    return [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS]
+    return tuple(tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS)
 
 
 def is_itself(module: nn.Module) -> bool:

@@ -245,11 +245,12 @@ def held_tensors(root: nn.Module) -> list[torch.Tensor]:
 
 def change(was: Fact | None, now: Fact | None) -> str:
     """Two facts as people read them."""
-    told = _shown(was), _shown(now)
-    return f"{told[0]}, then {'another' if told[0] == told[1] else told[1]}"
+    before, after = describe(was), describe(now)
+    return f"{before}, then {'another' if before == after else after}"
 
 
-def _shown(fact: Fact | None) -> str:
+def describe(fact: Fact | None) -> str:
+    """Return a fact as people read it."""
     if fact is None:
         return "nothing"
     kind, rest = fact[0], fact[1:]

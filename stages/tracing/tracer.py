@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,11 +30,11 @@ from .capture.capture import Captured, Recording, capture, default_leaf
 from .capture.locations import path_of
 from .dataflow import Probe, probe
 from .first_call_state import run_eager
+from .guards import traced_state
 from .layer_graph import LayerGraph
 from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all
 from .leaf_modules import Leaf, chosen_leaves, is_compiled
 from .meta_model import bare, recorded_on, recording_meta, refuse_valueless
-from .remembered import remember
 from .tied_parameters import lift_shared
 from .unsupported import refuse_autocast, refuse_model, refuse_objects
 from .verify import Copied, observe, refuse_difference, undrawn
@@ -112,7 +113,7 @@ def trace(
             "switch it off (use_cache=False) where nothing needs it",
             stacklevel=2,
         )
-    graph = LayerGraph(
+    return LayerGraph(
         train=train,
         eval=evaluation,
         train_probe=train_probe,
@@ -123,9 +124,9 @@ def trace(
         shared=groups,
         autocast=autocast,
         written=frozenset(written),
+        model=weakref.ref(known),
+        state=traced_state(known),
     )
-    remember(known, graph)
-    return graph
 
 
 def _proven(

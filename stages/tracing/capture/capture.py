@@ -20,7 +20,7 @@ from .call_spec import Call, fresh, other_data, resized
 from .dynamic_shapes import Different, moving, refuse_data, same_way
 from .locations import around, unrepeatable
 from .nodes import Unrecordable
-from .reads import Outside, Read
+from .reads import CodeReads, Guard
 from .recorder import Recorder, flattened
 from .returned_numbers import carry, hold
 
@@ -39,7 +39,7 @@ class Recording:
     at which the model was seen to go this way; ``again`` records a copy of the model anew, with the same
     leaves; ``leaves``: what is one layer beside the modules of torch.nn, and why; ``dropped``: outputs that
     are left out; ``reads`` is what the run itself read, outside of its layers (``Reads.found``): what nobody
-    read may change; ``outside``: what its code read of files and functions around it."""
+    read may change; ``guards``: what its code read of files and functions around it."""
 
     spec: TreeSpec
     constants: Mapping[str, torch.Tensor]
@@ -49,7 +49,7 @@ class Recording:
     dropped: tuple[str, ...]
     again: Callable[..., fx.Graph]
     reads: frozenset[tuple[str, str]]
-    outside: tuple[Read, ...]
+    guards: tuple[Guard, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def capture(
     layer.
     """
     runs = _Runs(call, leaf, functions, written)
-    recorder, spec, dropped, outside = runs.settle(model, copies, example)
+    recorder, spec, dropped, code_reads = runs.settle(model, copies, example)
     samples = call.samples_of(example)
     sizes = (samples + 1, 2 * samples + 1)
     moves, fixed = _sizes(recorder.graph, lambda inputs: runs.again(copies(), inputs), call, example, sizes)
@@ -106,7 +106,7 @@ def capture(
         dropped=dropped,
         again=runs.again,
         reads=frozenset(recorder.reads.found),
-        outside=outside.reads(),
+        guards=code_reads.guards(),
     )
 
 
@@ -150,14 +150,14 @@ class _Runs:
 
     def settle(
         self, model: nn.Module, copies: Callable[..., nn.Module], example: Sequence[torch.Tensor]
-    ) -> tuple[Recorder, TreeSpec, tuple[str, ...], Outside]:
+    ) -> tuple[Recorder, TreeSpec, tuple[str, ...], CodeReads]:
         """Run until two runs on different data and weights are the same calls, with one module more as one
         layer each time they are not."""
         while True:
-            model_copy, outside, self.held = copies(), Outside(model), False
+            model_copy, code_reads, self.held = copies(), CodeReads(model), False
             recorder = self.recorder(model_copy, notes=True)
             try:
-                with outside.watching(lambda recorder=recorder: recorder.quiet):
+                with code_reads.watching(lambda recorder=recorder: recorder.quiet):
                     spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
                 self.held = recorder.altering.count > 0 and not _carries(
                     recorder, lambda way: self.again(copies(), fresh(example), way=way)
@@ -167,7 +167,7 @@ class _Runs:
             except (Different, Unrecordable) as failure:
                 self._choose(model, failure)
             else:
-                return recorder, spec, dropped, outside
+                return recorder, spec, dropped, code_reads
 
     def _choose(self, model: nn.Module, failure: Different | Unrecordable) -> None:
         path = around(model, failure)
