@@ -22,7 +22,6 @@ from .locations import around, unrepeatable
 from .nodes import Unrecordable
 from .reads import CodeReads, Guard
 from .recorder import Recorder, flattened
-from .returned_numbers import carry, hold
 
 _MOST_LEAVES = 64
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -111,7 +110,7 @@ def capture(
 
 
 class _Runs:
-    """What the runs of one model share: which modules are one layer, and whether told numbers are held.
+    """What the runs of one model share: which modules are one layer.
 
     A graph keeps it for later runs, so no model stands in here."""
 
@@ -125,7 +124,6 @@ class _Runs:
         self.call, self.leaf, self.functions, self.written = call, leaf, functions, written
         self.chosen: dict[str, str] = {}
         self.kinds: dict[type, str] = {}
-        self.held = False
 
     def is_leaf(self, path: str, module: nn.Module) -> bool:
         """Whether a module is one layer, by somebody's choice or because of what it does."""
@@ -144,8 +142,6 @@ class _Runs:
         """One more run, of ``model_copy`` on ``inputs``."""
         recorder = self.recorder(model_copy, **options)
         _recorded(recorder, model_copy, self.call, inputs)
-        if self.held:
-            hold(recorder.graph)
         return recorder.graph
 
     def settle(
@@ -154,14 +150,11 @@ class _Runs:
         """Run until two runs on different data and weights are the same calls, with one module more as one
         layer each time they are not."""
         while True:
-            model_copy, code_reads, self.held = copies(), CodeReads(model), False
+            model_copy, code_reads = copies(), CodeReads(model)
             recorder = self.recorder(model_copy, notes=True)
             try:
                 with code_reads.watching(lambda recorder=recorder: recorder.quiet):
                     spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
-                self.held = recorder.altering.count > 0 and not _carries(
-                    recorder, lambda way: self.again(copies(), fresh(example), way=way)
-                )
                 other = self.again(copies(shifted=True), other_data(self.call, example))
                 refuse_data(recorder.graph, other, self.call.samples_of(example))
             except (Different, Unrecordable) as failure:
@@ -176,16 +169,6 @@ class _Runs:
         self.chosen[path] = failure.what
         if not isinstance(model.get_submodule(path), _CONTAINERS):
             self.kinds[type(model.get_submodule(path))] = path
-
-
-def _carries(recorder: Recorder, other: Callable[[int], fx.Graph]) -> bool:
-    """Whether the numbers that layers told travel from node to node; else they are held to what they were."""
-    with contextlib.suppress(Exception):  # whatever a run with other numbers fails with, it went on from them
-        if not recorder.altering.used:
-            carry(recorder.graph, [other(way) for way in (0, 1)])
-            return True
-    hold(recorder.graph)
-    return False
 
 
 def _recorded(

@@ -146,8 +146,7 @@ def _rule(
 
     for size, its in theirs.items():
         if isinstance(ours, fx.Node):
-            handed = "told" in ours.meta and not isinstance(its, fx.Node)  # a number, whatever it is now
-            if twins[size].get(ours) is not its and not handed:
+            if twins[size].get(ours) is not its:
                 raise different(its)
         elif type(its) is not type(ours) or (isinstance(ours, Opens) and its != ours):
             raise different(its)
@@ -209,7 +208,7 @@ def same_way(
 def _follows(rule: Any, found: Any, samples: int) -> bool:
     """Whether a part of the facts of a run is what the rule gives; a table learns what it is."""
     if isinstance(rule, fx.Node):
-        return isinstance(found, fx.Node) or "told" in rule.meta
+        return isinstance(found, fx.Node)
     if isinstance(rule, Table) and type(found) is int:
         rule.values[samples] = found
     if isinstance(rule, Affine | Table):

@@ -19,7 +19,6 @@ from ...autocast import autocast, autocast_state
 from ...meta_watch import tensors_in
 from ...places import home_of
 from ...seeds import generators_of
-from .returned_numbers import plain_number, plain_numbers
 from .values import items_of, line_of_model, rebuilt
 
 
@@ -120,10 +119,10 @@ class Nodes:
         if isinstance(item, torch.Tensor):
             return self.node_of(item)
         if tree_is_leaf(item):
-            return plain_number(item)
+            return item
         leaves, spec = tree_flatten(item)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return plain_numbers(item)
+            return item
         given: tuple[Any, ...] = (spec, *map(self.named, leaves))
         return self.tag(self.graph.call_function(rebuilt, given), None)
 

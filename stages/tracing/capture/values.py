@@ -8,7 +8,7 @@ import os
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -90,3 +90,15 @@ def line_of_model() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def numbers_in(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield keys and value of every number in nested tuples, lists and dicts."""
+    if type(item) in (bool, int, float):
+        yield path, item
+    elif type(item) in (tuple, list):
+        for i, one in enumerate(item):
+            yield from numbers_in(one, (*path, i))
+    elif type(item) is dict:
+        for key, one in item.items():
+            yield from numbers_in(one, (*path, key))
