@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...conf.parts import MEASURED
 from ...conf.planning import PlanningConfig
-from ...stages.planner.layer_dependencies import dependencies
+from ...stages.planner.dependencies import dependencies
 from ...stages.planner.memory_table import rows, save, table
 from ...stages.planner.network_profile import Profile
 from ...stages.planner.plan import Plan

@@ -14,7 +14,7 @@ from .aliases import Groups
 from .dataflow import Probe
 from .guards import traced_state
 from .layers import Traced
-from .verify import on_meta
+from .meta_model import on_meta
 
 SHOWN = 12  # names of a list that has more are its first and last ones
 

@@ -23,7 +23,7 @@ from ..device import CPU
 from .capture.call_spec import Call
 from .capture.capture import Recording
 from .capture.dynamic_shapes import Table, at_size, facts_of, flat, mapped, same_way
-from .capture.locations import where_of
+from .capture.nodes import where_of
 from .capture.values import plain
 
 _META = torch.device("meta")

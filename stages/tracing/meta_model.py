@@ -6,6 +6,7 @@ nobody could give values later."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import traceback
 from collections.abc import Iterator, Mapping
 
@@ -16,10 +17,9 @@ from ...compression.errors import PlanError
 from ..meta_watch import META, MetaWatch
 from ..places import home_of
 from .aliases import overlapping
-from .capture.locations import where_of
+from .capture.nodes import where_of
 from .capture.values import is_code_of_model
-from .object_snapshot import REGISTERED, walk
-from .verify import on_meta
+from .object_snapshot import REGISTERED, held_tensors, walk
 
 LOADED = "let it do without them, or load the model whole before it is traced (to_empty, load_state_dict)"
 
@@ -32,6 +32,18 @@ def has_meta(model: nn.Module) -> bool:
 def recorded_on(model: nn.Module) -> torch.device:
     """Where ``model`` is recorded: the meta device if some of it has no values, else where it is."""
     return META if has_meta(model) else home_of(model)
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose tensors have no memory, registered or not."""
+    known: dict[int, torch.Tensor] = {}
+    for tensor in held_tensors(model):
+        if type(tensor) in (nn.Parameter, torch.Tensor):
+            bare = tensor.detach().to("meta")
+            known[id(tensor)] = (
+                nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+            )
+    return copy.deepcopy(model, known).to("meta")  # type: ignore[arg-type]
 
 
 def bare(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:

@@ -28,11 +28,11 @@ from ..seeds import seeded
 from .capture.call_spec import resized
 from .capture.dynamic_shapes import Affine, affine_of, at_size
 from .dataflow import Probe, Value, probe
-from .first_call_state import refuse_written
 from .layer_graph import LayerGraph
 from .layers import Traced, casting, parts_of
 from .leaf_modules import as_written
-from .verify import on_meta
+from .meta_model import on_meta
+from .verify import refuse_written
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,7 @@ evaluates.
 
 What a model does is recorded from real eager runs (``capture``). Before anybody relies on the record it
 is run beside the model on other data, another size and moved weights: same outputs, gradients and
-buffers, bit for bit, or a refusal. Source: claims B1.1-1.4 of CN110032450B (layer vertices, data
-vertices, dependencies).
+buffers, bit for bit, or a refusal.
 """
 
 from __future__ import annotations
@@ -27,17 +26,15 @@ from ..seeds import seeded
 from .aliases import hidden, refuse_cuts, shared
 from .capture.call_spec import Call, Example, fresh, other_data, resized
 from .capture.capture import Captured, Recording, capture, default_leaf
-from .capture.locations import path_of
+from .capture.nodes import path_of
 from .dataflow import Probe, probe
-from .first_call_state import run_eager
 from .guards import traced_state
 from .layer_graph import LayerGraph
-from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all
+from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all, tensor_at
 from .leaf_modules import Leaf, chosen_leaves, is_compiled
 from .meta_model import bare, recorded_on, recording_meta, refuse_valueless
-from .tied_parameters import lift_shared
 from .unsupported import refuse_autocast, refuse_model, refuse_objects
-from .verify import Copied, observe, refuse_difference, undrawn
+from .verify import Copied, observe, refuse_difference, run_eager, undrawn
 
 
 def trace(
@@ -238,3 +235,64 @@ def fingerprint(model: nn.Module) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
     return digest.hexdigest()
+
+
+def _parameter_uses(
+    root: nn.Module, graph: fx.Graph, constants: Mapping[str, torch.Tensor]
+) -> dict[int, list[tuple[fx.Node, str | None]]]:
+    """For every trained parameter the nodes that use it, and its name in their module (None: get_attr)."""
+    uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr" and not is_local(node):
+            uses.setdefault(id(tensor_at(root, str(node.target), constants)), []).append((node, None))
+        elif node.op == "call_module":
+            for name, parameter in root.get_submodule(node.target).named_parameters(remove_duplicate=False):
+                if parameter.requires_grad:
+                    uses.setdefault(id(parameter), []).append((node, name))
+    return uses
+
+
+def _refuse_segments(name: str, uses: Iterable[tuple[fx.Node, str | None]]) -> None:
+    """Refuse a parameter whose gradients the plain loop adds one after another: a reentrant checkpoint has a
+    backward of its own."""
+    users = [user for node, inside in uses for user in ((node,) if inside else node.users)]
+    if len({user.meta.get("segment", 0) for user in users}) > 1:
+        raise PlanError(
+            f"{name} is used in a torch.utils.checkpoint with use_reentrant=True and outside of it, so its "
+            "gradient is not added up at once; take use_reentrant=False"
+        )
+
+
+def lift_shared(
+    root: nn.Module, graph: fx.Graph, tied: Collection[str], constants: Mapping[str, torch.Tensor]
+) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
+    """Make one layer of every trained parameter that several nodes use (or ``tied`` names), before its first
+    user.
+
+    A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where
+    they are used and never travel: their get_attr nodes become local to each user."""
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not tensor_at(root, str(node.target), constants).requires_grad:
+            for user in list(node.users):
+                with graph.inserting_before(user):
+                    local = graph.get_attr(node.target)
+                local.meta["local"] = True
+                user.replace_input_with(node, local)
+            graph.erase_node(node)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    lifted: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
+    for key, uses in _parameter_uses(root, graph, constants).items():
+        if key in names:
+            _refuse_segments(names[key], uses)
+        shared = key in names and (names[key] in tied or len({node for node, _ in uses}) > 1)
+        if not shared:
+            continue
+        with graph.inserting_before(uses[0][0]):
+            layer = graph.get_attr(names[key])
+        for node, name in uses:
+            if name is None:
+                node.replace_all_uses_with(layer)
+                graph.erase_node(node)
+            else:
+                lifted.setdefault(node, []).append((name, layer))
+    return lifted

@@ -2,8 +2,7 @@
 
 A policy is a version rule (a row of ``POLICIES``), a predictor or none, and a tier where idle versions wait.
 The rows say which schedule they suit as well, so nothing here imports torch: what does not fit is refused
-before anybody waits for it. ``versions.py`` and ``stashing.py`` do what a policy says.
-Source: claims A4 and A5 of CN115016937A (a node keeps several versions of the weights)."""
+before anybody waits for it. ``versions.py`` and ``stashing.py`` do what a policy says."""
 
 from __future__ import annotations
 

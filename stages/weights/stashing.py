@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ...compression.errors import StageError
 from ..memory.stores import UNLIMITED, StoreOptions, open_store
-from .idle import Version, copy_of
 from .policies import VersionRule, WeightPolicy
-from .versions import NoStashing, WeightVersions
+from .versions import NoStashing, Version, WeightVersions, copy_of
 
 
 def versions_of(

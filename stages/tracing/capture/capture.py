@@ -16,10 +16,10 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
+from ....compression.errors import PlanError
 from .call_spec import Call, fresh, other_data, resized
 from .dynamic_shapes import Different, moving, refuse_data, same_way
-from .locations import around, unrepeatable
-from .nodes import Unrecordable
+from .nodes import Unrecordable, path_of, where_of
 from .reads import CodeReads, Guard
 from .recorder import Recorder, flattened
 
@@ -210,4 +210,37 @@ def default_leaf(path: str, module: nn.Module) -> bool:
     """Modules of torch.nn are one layer each; containers, and what is a list of blocks, are not."""
     return type(module).__module__.startswith("torch.nn") and not isinstance(
         module, (*_CONTAINERS, *_OF_BLOCKS)
+    )
+
+
+def around(model: nn.Module, failure: Different | Unrecordable) -> str:
+    """The path of the smallest module around what failed, "" for the model itself."""
+    if isinstance(failure, Unrecordable):
+        return failure.path
+    paths = [_around_node(node) for node in (failure.node, failure.other or failure.node)]
+    common = []
+    for ours, theirs in zip(*paths, strict=False):
+        if ours != theirs:
+            break
+        common.append(ours)
+    while common and isinstance(model.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
+        common.pop()  # nobody calls these
+    return ".".join(common)
+
+
+def _around_node(node: fx.Node) -> list[str]:
+    path = path_of(node).split(".")
+    return path[:-1] if node.op == "call_module" else path  # a layer as a whole is not smaller for being one
+
+
+def unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanError:
+    """What a model is refused with that no layer can be made of."""
+    if isinstance(failure, Unrecordable):
+        found, where = failure.what, f" ({failure.where})" if failure.where else ""
+    else:
+        found, where = f"it goes another way with other data: {failure.what}", where_of(failure.node)
+    return PlanError(
+        f"forward of {type(model).__name__} itself must be the same calls every time, found that "
+        f"{found}{where}; put that part into a module of its own, which then is one layer; where the code "
+        "is not yours, in a subclass that overrides the method"
     )

@@ -207,3 +207,15 @@ class Nodes:
             if tensors_in(item):
                 picked = self.graph.call_function(pick, (node, key))
                 self._spread(self.tag(picked, None), item)
+
+
+def path_of(node: fx.Node) -> str:
+    """Dotted path of the module in which a node ran."""
+    stack = node.meta.get("nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def where_of(node: fx.Node) -> str:
+    """Module path, file and line of a node, as far as they are known, for a sentence."""
+    path, where = path_of(node), node.meta.get("where")
+    return (f" in module {path}" if path else "") + (f" ({where})" if where else "")
