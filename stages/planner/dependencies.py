@@ -244,7 +244,7 @@ def _own(layer: Layer, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers that a layer itself reads; a tied parameter comes to it as a value."""
     if layer.node.op == "get_attr":
         return
-    carried = {name for name, _ in layer.lifted}
+    carried = {name for name, _ in layer.tied}
     if layer.node.op == "call_module":
         module = parts.modules[str(layer.node.target)]
         tied = [id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in carried]

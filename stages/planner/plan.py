@@ -36,9 +36,9 @@ class Asked:
     divided: str | None = None
 
     def __str__(self) -> str:
-        said = {"stages": self.stages, "ranks": self.ranks, "cuts": self.cuts and f"[{','.join(self.cuts)}]"}
-        said |= {"replicas": self.divided or (self.replicas and list(self.replicas))}
-        return " ".join(f"{name}={value}" for name, value in said.items() if value is not None)
+        asked = {"stages": self.stages, "ranks": self.ranks, "cuts": self.cuts and f"[{','.join(self.cuts)}]"}
+        asked |= {"replicas": self.divided or (self.replicas and list(self.replicas))}
+        return " ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
 
 
 _HEADINGS = ("stage", "rank", "layers", "parameters", "forward", "backward", "memory", "sent down", "sent up")

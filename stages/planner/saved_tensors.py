@@ -197,7 +197,7 @@ def _contributions(roots: Iterable[torch.Tensor], edges: dict[tuple[Node, int], 
     return {number: count for number, count in sorted(found.items()) if count}
 
 
-def whole_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[Observed, dict[int, str]]:
+def observe_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[Observed, dict[int, str]]:
     """What the layers save for their backward (every storage once, parameters and buffers never), and for a
     layer's number why not to cut behind it: the gradient of a value would cross in such a geometry."""
     parts, record, far = parts_of(graph.model_copy, graph.train), graph.train_probe, set[int]()

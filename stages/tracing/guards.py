@@ -30,7 +30,7 @@ from ..autocast import autocast_state
 from ..device import CPU
 from .aliases import in_memory_of
 from .capture.reads import ABSENT, ALL, ASKS, DROPPED, Guard, changed_fact, same_to_readers
-from .dataflow import HOOKS, RELU_FUNCTIONS, hooks_on_all_modules, is_itself, may_prove
+from .dataflow import HOOKS, RELU_FUNCTIONS, hooks_on_all_modules, is_unmodified, may_prove
 from .layers import Traced, parts_of
 from .object_snapshot import (
     INTERNAL,
@@ -124,7 +124,7 @@ class ModuleState:
     def __init__(self, path: str, module: nn.Module, *, is_layer: bool) -> None:
         self.path, self.is_layer, self.key = path, is_layer, id(module)
         self.module, self.names = weakref.ref(module), frozenset(vars(module))
-        self.proves = may_prove(module) and is_itself(module)
+        self.proves = may_prove(module) and is_unmodified(module)
         self.awake = module.training
         self.code, self.registered = _code(module), _registered(module)
         self.settings = {

@@ -68,7 +68,7 @@ class LayerGraph:
             for name, x, whole in zip(call.names, self.example_inputs, call.whole, strict=True)
         ]
         reasons = {reason: self.layers[cut] for cut, reason in reversed(refused.items())}
-        said = {
+        sections = {
             "called with": inputs,
             "cuts": [
                 f"allowed behind {len(self.layers) - 1 - len(refused)} of {len(self.layers) - 1} layers"
@@ -81,7 +81,7 @@ class LayerGraph:
         }
         name = type(self.model_copy).__name__
         title = f"{name}: {len(self.layers)} layers, {len(self.eval.layers)} in eval mode"
-        rows = [_row(heading, text) for heading, texts in said.items() for text in texts]
+        rows = [_row(heading, text) for heading, texts in sections.items() for text in texts]
         return "\n".join([title, *rows])
 
 

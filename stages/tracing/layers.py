@@ -34,13 +34,13 @@ _NOTHING = contextlib.nullcontext()
 class Layer:
     """One node of the recorded run; ``module`` is the dotted path it ran in.
 
-    ``lifted``: for every tied parameter of a module, (its name inside the module, the get_attr layer that
+    ``tied``: for every tied parameter of a module, (its name inside the module, the get_attr layer that
     reads it). ``holds``: whether it needs parameters or buffers that only its own stage has. ``moves``:
     whether its numbers follow the size of the micro-batch."""
 
     node: fx.Node
     module: str
-    lifted: tuple[tuple[str, fx.Node], ...] = ()
+    tied: tuple[tuple[str, fx.Node], ...] = ()
     holds: bool = False
     moves: bool = False
 
@@ -101,7 +101,7 @@ class Parts:
         if device == recorded:
             return self
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return Parts(self.modules, tensors, lambda told: device if told == recorded else told)
+        return Parts(self.modules, tensors, lambda named: device if named == recorded else named)
 
 
 def parts_of(
@@ -186,7 +186,7 @@ def call_of(
     if node.op == "call_function":
         return node.target, args, kwargs  # type: ignore[return-value]
     module = parts.modules[str(node.target)]
-    foreign = {name: tied[source] for name, source in layer.lifted if source in tied} if tied else {}
+    foreign = {name: tied[source] for name, source in layer.tied if source in tied} if tied else {}
     if foreign:
         return functional_call, (module, foreign, tuple(args), kwargs), {}
     return module, args, kwargs

@@ -39,14 +39,14 @@ def on_meta(model: nn.Module) -> nn.Module:
     known: dict[int, torch.Tensor] = {}
     for tensor in held_tensors(model):
         if type(tensor) in (nn.Parameter, torch.Tensor):
-            bare = tensor.detach().to("meta")
+            without = tensor.detach().to("meta")
             known[id(tensor)] = (
-                nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+                nn.Parameter(without, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else without
             )
     return copy.deepcopy(model, known).to("meta")  # type: ignore[arg-type]
 
 
-def bare(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
+def meta_model(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
     """A copy of ``model`` that has no values at all, to be recorded.
 
     Raises: PlanError: it holds what nobody could give values, or shall be cast by autocast."""
@@ -89,7 +89,7 @@ def bare(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
 
 @contextlib.contextmanager
 def recording_meta(model: nn.Module) -> Iterator[None]:
-    """The block in which ``model``, a ``bare`` one, is recorded: what forward makes has no values either.
+    """The block in which a ``meta_model`` is recorded: what its forward makes has no values either.
 
     Raises: PlanError: forward fails there, with the place that does."""
     try:
@@ -119,9 +119,9 @@ def without_values(model: nn.Module, error: BaseException) -> PlanError:
     if where:
         frame, line = where[-1]
         found = f"{type(frame.f_locals.get('self', model)).__name__} ({frame.f_code.co_filename}:{line})"
-    said = str(error).partition("\n")[0].split(". ")[0].rstrip(".;!")
+    message = str(error).partition("\n")[0].split(". ")[0].rstrip(".;!")
     return PlanError(
-        f"a model on the meta device is recorded by shapes, and forward of {found} needs values: {said}; "
+        f"a model on the meta device is recorded by shapes, and forward of {found} needs values: {message}; "
         f"{LOADED}"
     )
 

@@ -134,7 +134,7 @@ class Shapes:
             return self.real[mode]
         if (mode, key) not in self.known:
             try:
-                found = self._untold(mode, key) if self.differences[mode] else self._run(mode, key)
+                found = self._extrapolated(mode, key) if self.differences[mode] else self._run(mode, key)
             except PlanError:
                 raise
             except Exception as error:
@@ -146,7 +146,7 @@ class Shapes:
             self.known[mode, key] = dataclasses.replace(found, random=real.random, seeded=real.seeded)
         return self.known[mode, key]
 
-    def _untold(self, mode: str, key: _Key) -> Probe:
+    def _extrapolated(self, mode: str, key: _Key) -> Probe:
         """The record where the meta device cannot tell it."""
         reason = self.differences[mode]
         samples = self.traced[mode].call.samples_of(_bare(key))

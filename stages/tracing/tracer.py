@@ -23,7 +23,7 @@ from ...compression.errors import PlanError
 from ..device import CPU, device_of
 from ..meta_watch import META
 from ..seeds import seeded
-from .aliases import hidden, refuse_cuts, shared
+from .aliases import refuse_cuts, shared, unregistered_views
 from .capture.call_spec import Call, Example, fresh, other_data, resized
 from .capture.capture import Captured, Recording, capture, default_leaf
 from .capture.nodes import path_of
@@ -32,9 +32,9 @@ from .guards import traced_state
 from .layer_graph import LayerGraph
 from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all, tensor_at
 from .leaf_modules import Leaf, chosen_leaves, is_compiled
-from .meta_model import bare, recorded_on, recording_meta, refuse_valueless
+from .meta_model import meta_model, recorded_on, recording_meta, refuse_valueless
 from .unsupported import refuse_autocast, refuse_model, refuse_objects
-from .verify import Copied, observe, refuse_difference, run_eager, undrawn
+from .verify import TraceCopy, observe, refuse_difference, run_eager, undrawn
 
 
 def trace(
@@ -79,7 +79,7 @@ def trace(
     modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
     home, known = recorded_on(model), model
     if home == META:
-        model = bare(model, autocast)
+        model = meta_model(model, autocast)
     example, place = tuple(x.to(home) for x in given), device_of(CPU if home == META else home)
     valueless = recording_meta(model) if home == META else contextlib.nullcontext()
     with (
@@ -89,8 +89,8 @@ def trace(
         casting(autocast, home),
         valueless,
     ):
-        apart = hidden(model)
-        ours, theirs = (tuple(Copied(model, apart) for _ in range(2)) for _ in range(2))
+        unregistered = unregistered_views(model)
+        ours, theirs = (tuple(TraceCopy(model, unregistered) for _ in range(2)) for _ in range(2))
         for copied in theirs:
             copied.root.eval()
         train, train_probe, written = _proven(ours, call, example, modules, functions)
@@ -127,7 +127,7 @@ def trace(
 
 
 def _proven(
-    copies: tuple[Copied, ...],
+    copies: tuple[TraceCopy, ...],
     call: Call,
     example: tuple[torch.Tensor, ...],
     modules: Mapping[str, str],
@@ -141,7 +141,7 @@ def _proven(
             beside: the record of the other mode, with the same tied parameters and modules that are one
             layer."""
     copied, eager = copies
-    tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
+    tied = {str(node.target) for layer in beside.layers for _, node in layer.tied} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
         written, eager.clean = run_eager(root, call, example)
@@ -150,7 +150,7 @@ def _proven(
                 eager.root,
                 call,
                 example,
-                copies=eager.anew,
+                copies=eager.fresh_copy,
                 leaf=lambda path, module: path in modules or default_leaf(path, module),
                 functions=functions.values(),
                 written=written,
@@ -164,7 +164,7 @@ def _proven(
             other = resized(call, other, max(captured.sizes))
         for inputs in (example, other):
             copied.shift()
-            model_copy = eager.anew(shifted=True)
+            model_copy = eager.fresh_copy(shifted=True)
             expected = observe(lambda *x, model_copy=model_copy: call.run(model_copy, x), model_copy, inputs)
             found = observe(lambda *x: _repeated(traced, parts, x), root, inputs)
             refuse_difference(expected, found, mode=mode)
@@ -188,20 +188,19 @@ def _repeated(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> A
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:
-    """The recorded graph as layers: shared and ``tied`` parameters lifted, numbers that move written as
-    such."""
+    """The recorded graph as layers: shared and ``tied`` parameters are layers, numbers that move are rules."""
     graph = captured.graph
     for node, (args, kwargs, expect, shape) in captured.moving.items():
         node.args, node.kwargs = args, kwargs
         node.meta |= {k: v for k, v in (("expect", expect), ("shape", shape)) if v is not None}
     refuse_objects(graph)
-    lifted = lift_shared(root, graph, tied, captured.constants)
+    tied_names = add_tied_layers(root, graph, tied, captured.constants)
     layers = tuple(
         Layer(
             node=node,
             module=path_of(node),
-            lifted=tuple(lifted.get(node, ())),
-            holds=_holds(root, node, {name for name, _ in lifted.get(node, ())}),
+            tied=tuple(tied_names.get(node, ())),
+            holds=_holds(root, node, {name for name, _ in tied_names.get(node, ())}),
             moves=node in captured.moving,
         )
         for node in graph.nodes
@@ -219,13 +218,13 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
     )
 
 
-def _holds(root: nn.Module, node: fx.Node, lifted: Collection[str]) -> bool:
+def _holds(root: nn.Module, node: fx.Node, tied: Collection[str]) -> bool:
     """Whether a layer needs a part of the model that only its stage has: not what is tied or carried to
     it."""
     if node.op != "call_module":
         return node.op == "get_attr"
     module = root.get_submodule(str(node.target))
-    own = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(lifted)
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(tied)
     return bool(own) or any(True for _ in module.buffers())
 
 
@@ -263,7 +262,7 @@ def _refuse_segments(name: str, uses: Iterable[tuple[fx.Node, str | None]]) -> N
         )
 
 
-def lift_shared(
+def add_tied_layers(
     root: nn.Module, graph: fx.Graph, tied: Collection[str], constants: Mapping[str, torch.Tensor]
 ) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
     """Make one layer of every trained parameter that several nodes use (or ``tied`` names), before its first
@@ -280,7 +279,7 @@ def lift_shared(
                 user.replace_input_with(node, local)
             graph.erase_node(node)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    lifted: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
+    tied_names: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
     for key, uses in _parameter_uses(root, graph, constants).items():
         if key in names:
             _refuse_segments(names[key], uses)
@@ -294,5 +293,5 @@ def lift_shared(
                 node.replace_all_uses_with(layer)
                 graph.erase_node(node)
             else:
-                lifted.setdefault(node, []).append((name, layer))
-    return lifted
+                tied_names.setdefault(node, []).append((name, layer))
+    return tied_names

@@ -34,14 +34,14 @@ def move(weight: torch.Tensor) -> None:
         memory_of(weight).mul_(1.0625).add_(0.0078125)
 
 
-class Copied:
+class TraceCopy:
     """``root`` is the copy, as it will train: modules keep their own flags, unless all stand in eval mode.
 
     ``clean``: a run leaves nothing behind in it that ``restore`` does not put back.
-    ``apart``: paths of tensors that lie in the memory of a trained parameter and are not registered: they
+    ``unregistered``: paths of tensors that lie in the memory of a trained parameter under no name: they
     change with every update, so they are moved like a weight."""
 
-    def __init__(self, model: nn.Module, apart: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, unregistered: Sequence[str]) -> None:
         try:
             self.root = copy.deepcopy(model)
         except Exception as error:
@@ -49,15 +49,15 @@ class Copied:
         if not self.root.training:
             self.root.train()
         self.clean = True
-        ours, theirs = (tensors(root) if apart else {} for root in (self.root, model))
+        ours, theirs = (tensors(root) if unregistered else {} for root in (self.root, model))
         named = (*model.named_parameters(), *model.named_buffers())
         copies = (*self.root.parameters(), *self.root.buffers())
         self.pairs = [
             *((name, ours, original) for ours, (name, original) in zip(copies, named, strict=True)),
-            *((name, ours[name], theirs[name]) for name in apart),
+            *((name, ours[name], theirs[name]) for name in unregistered),
         ]
 
-    def anew(self, *, shifted: bool = False) -> nn.Module:
+    def fresh_copy(self, *, shifted: bool = False) -> nn.Module:
         """A copy that has not run: this one, put back; or a copy of it, where a run leaves traces."""
         self.restore()
         if shifted:
@@ -96,12 +96,12 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def refuse_changes(
-    before: Facts, root: nn.Module, *, again: Callable[[], Any], settles: Callable[[], bool]
+    before: Facts, root: nn.Module, *, again: Callable[[], Any], harmless: Callable[[], bool]
 ) -> bool:
     """Refuse a forward that changed ``root`` beside its registered buffers since ``before``; whether nothing
     did.
 
-    ``again`` runs it once more: what only the first run changes may stay if it ``settles``."""
+    ``again`` runs it once more: what only the first run changes may stay if it is ``harmless``."""
     after = contents(root, running=True)
     held = {name for name, _ in root.named_buffers() if name in before}  # may be other tensors now
     changed = next((p for p in before | after if p not in held and before.get(p) != after.get(p)), None)
@@ -111,12 +111,12 @@ def refuse_changes(
     once = contents(root, running=True) == after
     weights = [path for path, fact in before.items() if issubclass(fact[0], nn.Parameter)]
     once = once and all(before[path] == after.get(path) for path in weights)
-    if once and settles():
+    if once and harmless():
         return False
     raise PlanError(
         f"a forward may write to registered buffers alone, found that it changes {changed} "
         f"({change(before.get(changed), after.get(changed))}){author(root, changed)}, which other stages, "
-        f"other ranks and the loss do not see; {_remedy(settled=once)}"
+        f"other ranks and the loss do not see; {_remedy(first_call_only=once)}"
     )
 
 
@@ -134,8 +134,8 @@ def author(root: nn.Module, path: str) -> str:
     )
 
 
-def _remedy(*, settled: bool) -> str:
-    if settled:
+def _remedy(*, first_call_only: bool) -> str:
+    if first_call_only:
         return "only the first run does so: call the model once, under torch.no_grad(), before it is traced"
     return (
         "return it from forward, write it into a registered buffer (copy_), or switch off the option that "
@@ -236,7 +236,10 @@ def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> 
         eager,
         again=lambda: observe(run, eager, inputs),
         # Without values nobody can tell what the first run made from the first batch.
-        settles=lambda: not watch and settles(eager, copy.deepcopy(root), call.run, other_data(call, inputs)),
+        harmless=lambda: (
+            not watch
+            and same_after_first_call(eager, copy.deepcopy(root), call.run, other_data(call, inputs))
+        ),
     )
     held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
     replaced = {name for name, buffer in held.items() if buffer is not buffers[name]}
@@ -258,7 +261,7 @@ def refuse_written(root: nn.Module, moved: Collection[str], filled: Collection[s
             )
 
 
-def settles(
+def same_after_first_call(
     warm: nn.Module,
     cold: nn.Module,
     run: Callable[[nn.Module, Sequence[torch.Tensor]], Any],

@@ -81,7 +81,7 @@ def capture(
     layer.
     """
     runs = _Runs(call, leaf, functions, written)
-    recorder, spec, dropped, code_reads = runs.settle(model, copies, example)
+    recorder, spec, dropped, code_reads = runs.record(model, copies, example)
     samples = call.samples_of(example)
     sizes = (samples + 1, 2 * samples + 1)
     moves, fixed = _sizes(recorder.graph, lambda inputs: runs.again(copies(), inputs), call, example, sizes)
@@ -144,7 +144,7 @@ class _Runs:
         _recorded(recorder, model_copy, self.call, inputs)
         return recorder.graph
 
-    def settle(
+    def record(
         self, model: nn.Module, copies: Callable[..., nn.Module], example: Sequence[torch.Tensor]
     ) -> tuple[Recorder, TreeSpec, tuple[str, ...], CodeReads]:
         """Run until two runs on different data and weights are the same calls, with one module more as one

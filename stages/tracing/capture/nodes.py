@@ -91,7 +91,7 @@ class Nodes:
         self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
 
-    def is_away(self) -> bool:
+    def is_unrecorded(self) -> bool:
         """Whether what runs is not recorded: a layer from within, or what another thread does."""
         return bool(self.quiet) or threading.get_ident() != self.thread
 
@@ -135,7 +135,7 @@ class Nodes:
         """That node, or one that reads a tensor of the model or a constant."""
         node = self.known(tensor)
         if node is None:
-            self.refuse_unseen(tensor)
+            self.refuse_unrecorded(tensor)
             name = self.names.get(id(tensor))
             if name is None:
                 name = f"_constant_{len(self.constants)}"
@@ -145,7 +145,7 @@ class Nodes:
             self._bind(tensor, node)
         return node
 
-    def refuse_unseen(self, item: Any) -> None:
+    def refuse_unrecorded(self, item: Any) -> None:
         """Raise Unrecordable for a tensor with a gradient that no node made."""
         for tensor in tree_leaves(item):
             if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:

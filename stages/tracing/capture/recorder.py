@@ -134,7 +134,7 @@ class Recorder(Nodes, TorchFunctionMode):
         Nodes.__init__(self, model)
         self.leaf, self.functions = leaf, functions
         self.paths = {module: path for path, module in model.named_modules()}
-        self.reads, self.notes = Reads(self.paths, self.is_away), notes
+        self.reads, self.notes = Reads(self.paths, self.is_unrecorded), notes
         self.expects, self.patches = list(expects), Patches(())
         self.buffers = Buffers(model, written)
 
@@ -153,7 +153,7 @@ class Recorder(Nodes, TorchFunctionMode):
 
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
             run = apply.__get__(None, function)
-            if function is CheckpointFunction and not self.is_away():
+            if function is CheckpointFunction and not self.is_unrecorded():
                 return self.in_segment(at_once, *args)
             return self.opaque("call_function", run, function.__name__, run, args, kwargs)
 
@@ -192,7 +192,7 @@ class Recorder(Nodes, TorchFunctionMode):
         return run
 
     def _module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.is_away():
+        if self.is_unrecorded():
             return call(module, *args, **kwargs)
         path = self.paths.get(module)
         self.stack.append((self.stack[-1][0] if path is None else path, type(module)))
@@ -201,7 +201,7 @@ class Recorder(Nodes, TorchFunctionMode):
                 run, name = functools.partial(call, module), path.replace(".", "_")
                 return self.opaque("call_module", path, name, run, args, kwargs, single=single)
             result = call(module, *args, **kwargs)
-            self.refuse_unseen(result)  # here, where it was made, not where it is used
+            self.refuse_unrecorded(result)  # here, where it was made, not where it is used
             return result
         finally:
             self.stack.pop()
@@ -228,7 +228,7 @@ class Recorder(Nodes, TorchFunctionMode):
         single: bool = False,
     ) -> Any:
         """Run something as one node, whatever it does inside."""
-        if self.is_away():
+        if self.is_unrecorded():
             return run(*args, **kwargs)
         self.quiet += 1
         try:
