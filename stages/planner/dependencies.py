@@ -203,7 +203,7 @@ class _Builder:
                 )
 
     def _updated(self, layer: int, found: Mapping[str, int], kept: Mapping[str, float]) -> dict[str, int]:
-        """What an update of a parameter keeps, as far as there is any: times its bytes; and the update."""
+        """Add what an update of a parameter keeps, as far as it does: times its bytes; and the update."""
         parameter = self.data[found["parameter"]]
         titles = {"optimizer": "optimizer state", "version": "old versions"}
         made = {
@@ -219,7 +219,7 @@ class _Builder:
         return made
 
     def _use(self, layer: int, found: Mapping[str, int], *, reads: bool) -> None:
-        """What a layer's forward and backward do with a parameter or buffer; ``reads``: it was saved."""
+        """Add what a layer's forward and backward do with a parameter or buffer; ``reads``: it was saved."""
         kind = "buffer" if "buffer" in found else "parameter"
         self.edges.append(Edge(FORWARD, layer, found[kind], True))
         if reads:

@@ -21,7 +21,7 @@ _MOST_VALUES = 256
 
 
 def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
-    """How a model was called with these tensors."""
+    """Return how a model was called with these tensors."""
     places: Any = [ArgumentPlace(i) for i in range(len(tensors))]
     return Signature(
         form=form_of(call.arguments(places)),

@@ -61,7 +61,7 @@ class Drawing:
 
 
 def drawing(found: Dependencies, stages: Sequence[int], *, most: int = MOST_BOXES) -> Drawing:
-    """What is drawn of ``found`` with about ``most`` boxes; ``stages``: of each layer, its stage."""
+    """Return what is drawn of ``found`` with about ``most`` boxes; ``stages``: of each layer, its stage."""
     boxes = blocks(found.layers, found.modules, stages, most=most)
     box_of = {layer: number for number, box in enumerate(boxes) for layer in box.layers}
     sizes: dict[tuple[int, str, int], int] = {}

@@ -85,7 +85,7 @@ def parameters_of(layer: Layer, parts: Parts) -> list[torch.Tensor]:
 def blocks_of(
     graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device
 ) -> tuple[list[range], dict[int, str]]:
-    """Which layers run together: each by itself, but where it cannot, with the fewest ahead of it.
+    """Find the layers that run together: each by itself, but where it cannot, with the fewest ahead of it.
 
     Returns: ranges of layers, and for a layer's number why the model must not be cut behind it.
     Raises:  PlanError: a layer does not run even with all that are ahead of it."""
@@ -212,7 +212,7 @@ def _without_graph(item: Any) -> Any:
 def _write_back(
     block: range, given: Mapping[fx.Node, Any], env: Mapping[fx.Node, Any], record: Probe
 ) -> None:
-    """What layers wrote into copies of their inputs, into the inputs: later layers read it there."""
+    """Copy what layers wrote into copies of their inputs into the inputs, where later layers read it."""
     for node, item in given.items():
         pairs = zip(record.outputs[node].values, tree_leaves(item), tree_leaves(env[node]), strict=True)
         for number, copied, original in pairs:

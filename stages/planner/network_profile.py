@@ -27,7 +27,7 @@ FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER = (
     "other",
 )
 KINDS = (FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER)
-"""What an intermediate is: a feature map; integers, such as where a pooling found its maximum; a mask, of
+"""Kinds of intermediates: a feature map; integers, such as where a pooling found its maximum; a mask, of
 bits or of a dropout; numbers of a normalization, fewer than the layer's values; a parameter's copy in the
 dtype of autocast; none of these."""
 
@@ -114,7 +114,7 @@ class ValueProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a plan is made from: the layers and values of one micro-batch, and where not to cut.
+    """Measurements that a plan is made from: the layers and values of one micro-batch, and where not to cut.
 
     ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model
     is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by

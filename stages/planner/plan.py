@@ -85,7 +85,7 @@ def check_tiers(**found: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Placed):
-    """What ``partition`` decides and ``Pipeline`` runs; what is decided for a stage, its ``PlanStage`` says.
+    """Decisions of ``partition`` that ``Pipeline`` runs; those for a stage are in its ``PlanStage``.
 
     ``extra_in_flight``: micro-batches in flight beyond the schedule's own, to begin with; up to
     ``most_extra_in_flight``, if the measured links ask for it; 0 there means no more than these.
@@ -162,7 +162,7 @@ class Plan(Placed):
 
     @property
     def policy(self) -> WeightPolicy:
-        """What the stages do with their weights; in which tier, each says for itself."""
+        """Policy of the stages for their weights; in which tier, each says for itself."""
         return policy_named(self.weights, schedule=self.schedule, prediction=self.prediction)
 
     @property
@@ -172,7 +172,7 @@ class Plan(Placed):
 
     @property
     def versions(self) -> dict[str, Any] | None:
-        """What decides which weights a micro-batch sees, so that a state fits; None where a flush does."""
+        """Fields that decide which weights a micro-batch sees, as a state's must; None with a flush."""
         if not self.streams:
             return None
         names = ("schedule", "weights", "prediction")
@@ -195,7 +195,7 @@ class Plan(Placed):
         return {(name, way, s): codec for s, way, codecs in named for name, codec in codecs.items()}
 
     def of_stages(self, decision: str) -> str:
-        """What was decided for the stages under a name, such as "tier": once if for all alike, else each."""
+        """Return the stages' decisions under a name, such as "tier": one if all are alike, else each."""
         found = [str(getattr(stage, decision)) for stage in self.stages]
         return found[0] if len(set(found)) == 1 else ",".join(found)
 
@@ -267,7 +267,7 @@ def _title(plan: Plan) -> str:
 
 
 def _weights(plan: Plan) -> list[str]:
-    """Which weights a micro-batch sees, where batches mingle, and what comes first in a backward."""
+    """Say which weights a micro-batch sees, where batches mingle, and what comes first in a backward."""
     parts = [f"weights {plan.weights}{' with prediction' * plan.prediction}"] if plan.streams else []
     if (tier := plan.of_stages("weights_tier")) != "device":
         parts.append(f"old weights {tier}")

@@ -53,7 +53,7 @@ class MemorySpan:
         return bool((self._marks(low, high) & other._marks(low, high)).any())
 
     def _marks(self, low: int, high: int) -> torch.Tensor:
-        """Which of the bytes from ``low`` to ``high`` it has: columns of a matrix lie between each other."""
+        """Mark the bytes from ``low`` to ``high`` that it has: columns of a matrix lie between each other."""
         marks, item = torch.zeros(high - low, dtype=torch.bool), self.geometry.item_bytes
         sizes, strides = zip(*self.geometry.walk, strict=True) if self.geometry.walk else ((), ())
         marks.as_strided((*sizes, item), (*(s * item for s in strides), 1), self.start - low).fill_(True)

@@ -40,7 +40,7 @@ from .untracked_writes import Contents
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What a layer returned: the values of its leaves and the structure around them.
+    """Result of a layer: the values of its leaves and the structure around them.
 
     ``alone``: the value that it is by itself, None where there is a structure."""
 
@@ -246,7 +246,7 @@ _TORCH_MODULES = ("torch", "torch.functional", "torch.nn.functional", "_operator
 
 
 def edges_of(items: Iterable[tuple[int, object]]) -> Edges:
-    """Where the gradients of values (number, object) enter the graph; of those that have one."""
+    """Edges at which the gradients of values (number, object) enter the graph; of those that have one."""
     if not torch.is_grad_enabled():  # there is no graph
         return {}
     asked = [(number, t) for number, t in items if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -572,7 +572,7 @@ def travels(tensor: torch.Tensor) -> bool:
 
 
 def _alive(values: Sequence[Value], cuts: int) -> Iterator[list[int]]:
-    """What ``crossing`` gives for one cut after the other, in one pass."""
+    """Yield what ``crossing`` gives for one cut after the other, in one pass."""
     begin: dict[int, list[int]] = {}
     for number, value in enumerate(values):
         begin.setdefault(max(value.producer, 0), []).append(number)

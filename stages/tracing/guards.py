@@ -117,7 +117,7 @@ def torch_guards(*, proves: bool) -> Iterator[Guard]:
 
 
 class ModuleState:
-    """What one module is made of: its class, hooks and registered parts; of a layer, its settings too.
+    """State of one module: its class, hooks and registered parts; of a layer, its settings too.
 
     ``changed`` compares identities and costs about a microsecond."""
 
@@ -176,7 +176,7 @@ class ModuleState:
 
 
 def _identities(module: nn.Module) -> list[Any]:
-    """What tells that nothing was exchanged: class, attributes, what is registered, and hooks."""
+    """Identities of class, attributes, registered parts and hooks: equal while nothing was exchanged."""
     held = module.__dict__
     parts = itertools.chain(held.values(), *(parts.values() for parts in _REGISTERED(held)))
     found: list[Any] = [type(module), type(module).forward, *map(id, parts)]
@@ -187,7 +187,7 @@ def _identities(module: nn.Module) -> list[Any]:
 
 
 def _code(module: nn.Module) -> list[tuple[Any, Any]]:
-    """What says what it does: its class and the forward of that, and its hooks in their order."""
+    """Class, its forward, and the hooks in their order: all that says what a module does."""
     hooks = [item for kind in _HOOKS(vars(module)) for item in kind.items()]
     return [(type(module), type(module).forward), *((handle, Same(hook)) for handle, hook in hooks)]
 
@@ -296,7 +296,7 @@ class ModelGuards:
 def _on_several(
     model: nn.Module, traced: Traced, stage_of: Sequence[int]
 ) -> tuple[set[int], dict[str, weakref.ref[nn.Parameter]]]:
-    """What several stages use: the modules in eval mode (their id) with such a buffer, the frozen parameters.
+    """Modules in eval mode (their id) with a buffer of several stages, and the frozen parameters of several.
 
     A cut there would have been refused if they had been in train mode, or trained."""
     stages: dict[int, set[int]] = {}

@@ -61,7 +61,7 @@ class LayerGraph:
         )
 
     def __str__(self) -> str:
-        """How it is called, what may be cut, what is one layer and why, what was left out, the layers."""
+        """A summary: its call, what may be cut, what is one layer and why, what was left out, the layers."""
         call, refused = self.train.call, self.train_probe.refused
         inputs = [
             f"{name} {'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}{' whole' * whole}"

@@ -1,4 +1,4 @@
-"""What a traced network is made of: its layers, the parts of the model they name, how one is run.
+"""Layers of a traced network, the parts of the model that they name, and how one is run.
 
 Probe, profile and stage all run layers by the same function, so what was proven on a copy holds for the real
 run."""
@@ -165,7 +165,7 @@ def call_of(
     *,
     samples: int,
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """What ``run_layer`` calls, with which arguments: whoever calls it is that much nearer to the layer."""
+    """Return the function that ``run_layer`` calls, and its arguments."""
     node = layer.node
     if node.op == "get_attr":
         return _itself, (parts.tensors[str(node.target)],), {}
@@ -226,7 +226,7 @@ def _itself(item: Any) -> Any:
 
 
 def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:
-    """What the model returns, put together from the results in ``env``."""
+    """Put together what the model returns from the results in ``env``."""
     leaves: Any = map_arg(
         traced.output.args[0], lambda node: parts.tensors[str(node.target)] if is_local(node) else env[node]
     )

@@ -1,4 +1,4 @@
-"""What is taken as one layer beside torch's own modules: by request (``leaves=``), or because it was
+"""Leaves: one layer each beside torch's own modules, by request (``leaves=``), or because it was
 compiled.
 
 A leaf runs as it is, whatever it does inside; cuts are between leaves.

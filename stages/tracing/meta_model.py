@@ -30,7 +30,7 @@ def has_meta(model: nn.Module) -> bool:
 
 
 def recorded_on(model: nn.Module) -> torch.device:
-    """Where ``model`` is recorded: the meta device if some of it has no values, else where it is."""
+    """Return where ``model`` is recorded: the meta device if some of it has no values, else where it is."""
     return META if has_meta(model) else home_of(model)
 
 
@@ -109,7 +109,7 @@ def needs_values(error: BaseException) -> bool:
 
 
 def without_values(model: nn.Module, error: BaseException) -> PlanError:
-    """What a forward is refused with that fails because tensors have no values."""
+    """Return the error for a forward that fails because tensors have no values."""
     where = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

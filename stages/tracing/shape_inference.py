@@ -232,7 +232,7 @@ class Shapes:
         )
 
     def _kind(self, mode: str, key: _Key) -> object:
-        """What a record holds for beside the number of samples: other sizes, dtypes, and the order of
+        """Conditions of a record beside the number of samples: other sizes, dtypes, and the order of
         strides."""
         return [
             (x.shape if whole else x.shape[1:], x.dtype, x.is_contiguous() or x.stride())
@@ -240,7 +240,7 @@ class Shapes:
         ]
 
     def _difference(self, mode: str) -> str:
-        """What the meta device gets wrong at the example's own size; "" if nothing."""
+        """Say what the meta device gets wrong at the example's own size; "" if nothing."""
         real = self.real[mode]
         try:
             meta = self._run(mode, self.example)

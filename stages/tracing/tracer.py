@@ -188,7 +188,7 @@ def _repeated(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> A
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:
-    """The recorded graph as layers: shared and ``tied`` parameters are layers, numbers that move are rules."""
+    """The recorded graph as layers: shared and ``tied`` parameters are layers, moving numbers are rules."""
     graph = captured.graph
     for node, (args, kwargs, expect, shape) in captured.moving.items():
         node.args, node.kwargs = args, kwargs

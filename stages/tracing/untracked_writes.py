@@ -14,7 +14,7 @@ from ..meta_watch import watching
 
 
 class Contents:
-    """What the memory of some tensors holds now; those on the meta device hold nothing, and of these a
+    """Copy of the memory of some tensors; those on the meta device hold nothing, and of these a
     ``MetaWatch`` knows the writes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Does a trace compute what the model computes? Outputs, gradients and buffers, compared bit for bit.
+"""Proof of a trace: outputs, gradients and buffers of the model and of its record, compared bit for bit.
 
 What recording cannot see is lost without a word; one comparison before training costs seconds, a wrong model
 costs weeks. It runs on a copy of the model in which every weight is moved a little, and put back: what

@@ -16,7 +16,7 @@ STREAM = "async_1f1b"  # no flush: every micro-batch is an update of its own
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRule:
-    """Which version a forward and its backward run with, as a closed form over the order of a schedule.
+    """Version that a forward and its backward run with, as a closed form over the order of a schedule.
 
     Micro-batch u (batch u, if ``per_batch``) runs with the weights after max(0, u - ``delay``) updates.
 
@@ -36,7 +36,7 @@ class VersionRule:
         return self.delay(stage, stages) if self.delay else 0
 
     def version(self, update: int, stage: int, stages: int) -> int:
-        """How many updates the weights have seen with which micro-batch or batch number ``update`` runs."""
+        """Number of updates in the weights with which micro-batch or batch number ``update`` runs."""
         return max(0, update - self.old_versions(stage, stages))
 
 
@@ -56,7 +56,7 @@ POLICIES: dict[str, VersionRule] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPolicy:
-    """What a stage does with its weights.
+    """Rule for the weights of a stage.
 
     ``rule`` is None under schedules with a flush, where no update comes between a forward and its backward;
     ``prediction``: forwards run with the weights as they are expected to be at the backward; ``tier``: where

@@ -27,7 +27,7 @@ def versions_of(
     num_stages: int,
     options: StoreOptions = UNLIMITED,
 ) -> WeightVersions:
-    """What does as ``policy`` says with the parameters that ``stage`` of ``num_stages`` owns.
+    """Return the versions that ``policy`` asks for of the parameters that ``stage`` of ``num_stages`` owns.
 
     Args:    options: what the store of versions that wait is opened with.
     Raises:  PlanError: parameters of which there are versions share their memory."""

@@ -256,7 +256,7 @@ class NoStashing(WeightVersions):
         return before
 
     def _predicted(self, micro_batch: int) -> list[tuple[torch.nn.Parameter, Callable[[Tensor], None]]]:
-        """What prediction moves: by as many updates as come between the forward and its backward."""
+        """Return what prediction moves: by as many updates as come between the forward and its backward."""
         times = min(micro_batch, self.num_stages - 1 - self.stage)
         return self.predictor.moves(times) if self.predictor and self.parameters else []
 

@@ -30,7 +30,7 @@ _OF_BLOCKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What is known of a recorded run beside its nodes.
+    """Facts of a recorded run beside its nodes.
 
     ``spec`` puts the model's outputs together from the flat list that the graph returns. ``constants`` are
     the tensors that came from outside the run, by the name that they were given. ``fixed``: why the run holds
@@ -110,7 +110,7 @@ def capture(
 
 
 class _Runs:
-    """What the runs of one model share: which modules are one layer.
+    """State that the runs of one model share: which modules are one layer.
 
     A graph keeps it for later runs, so no model stands in here."""
 
@@ -192,7 +192,7 @@ def _sizes(
     example: Sequence[torch.Tensor],
     sizes: tuple[int, ...],
 ) -> tuple[dict[fx.Node, Any], str]:
-    """What moves with the number of samples, and why the graph is bound to the example's, if it is."""
+    """Return what moves with the number of samples, and why the graph is bound to the example's, if it is."""
     samples = call.samples_of(example)
     others: dict[int, fx.Graph] = {}
     for size in sizes:
@@ -234,7 +234,7 @@ def _around_node(node: fx.Node) -> list[str]:
 
 
 def unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanError:
-    """What a model is refused with that no layer can be made of."""
+    """Return the error for a model that no layer can be made of."""
     if isinstance(failure, Unrecordable):
         found, where = failure.what, f" ({failure.where})" if failure.where else ""
     else:

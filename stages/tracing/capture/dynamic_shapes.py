@@ -29,7 +29,7 @@ class Affine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """What a number was at the sizes that were recorded."""
+    """Values of a number at the sizes that were recorded."""
 
     values: dict[int, int]
 
@@ -137,7 +137,7 @@ def _rule(
     samples: int,
     twins: Mapping[int, Mapping[fx.Node, fx.Node]],
 ) -> Any:
-    """What stands for ``ours``, a part of the facts of ``node``, at every size; ``theirs``: what its twins
+    """Return the rule for ``ours``, a part of the facts of ``node``, at any size; ``theirs``: what its twins
     have there."""
 
     def different(its: Any) -> Different:
@@ -220,12 +220,12 @@ def _follows(rule: Any, found: Any, samples: int) -> bool:
 
 
 def facts_of(node: fx.Node) -> tuple[Any, ...]:
-    """What a node does with its numbers: args, kwargs, and what it checks."""
+    """Return what a node does with its numbers: args, kwargs, and what it checks."""
     return node.args, node.kwargs, node.meta.get("expect"), node.meta.get("shape")
 
 
 def called(target: Any) -> Any:
-    """What a node calls, as far as two runs share it: a function made anew in each (a partial) counts by
+    """Return what a node calls, as far as two runs share it: a function made in each (a partial) counts by
     name."""
     return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__qualname__)
 

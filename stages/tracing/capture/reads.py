@@ -1,4 +1,4 @@
-"""What a run reads outside of its layers: attributes of modules, whether tensors are trained, and what the
+"""Reads of a run outside of its layers: attributes of modules, whether tensors are trained, and what the
 code of a model reads from outside of it (globals of its files and what hangs on them, variables of
 functions around, methods of its classes).
 
@@ -46,7 +46,7 @@ class Reads:
         self.quiet, self.found = quiet, set[tuple[str, str]]()
 
     def reader(self) -> Callable[[nn.Module, str], Any]:
-        """What stands for ``nn.Module.__getattribute__`` while reads are noted."""
+        """Return a ``nn.Module.__getattribute__`` that notes reads."""
         paths, quiet, note, plain = self.paths, self.quiet, self.found.add, nn.Module.__getattribute__
 
         def read(module: nn.Module, name: str) -> Any:
@@ -192,7 +192,7 @@ class CodeReads:
                 gc.enable()
 
     def guards(self) -> tuple[Guard, ...]:
-        """What that code reads, as it is now: after the run, which may have made some of it."""
+        """Guards on what that code reads, as it is now: after the run, which may have made some of it."""
         found: dict[Any, Guard] = {}
         own = {code: held for code, held in self.ran.items() if is_code_of_model(code.co_filename)}
         for code, held in own.items():

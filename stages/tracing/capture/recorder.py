@@ -147,7 +147,7 @@ class Recorder(Nodes, TorchFunctionMode):
                 yield
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped
+        """Patches for what passes by torch's dispatch: modules, autograd Functions, scripted and wrapped
         ones."""
         apply, scripted = torch.autograd.Function.__dict__["apply"], torch.jit.ScriptFunction.__call__
 

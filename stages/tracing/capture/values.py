@@ -1,4 +1,4 @@
-"""What a call of torch takes and gives, as a recording writes it: names, parts of results, what was read."""
+"""Values that a call of torch takes and gives, as a recording writes them: names, parts, what was read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
 
 
 def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
-    """How the parts of a result are picked, and by which key each."""
+    """Return the function that picks the parts of a result, and the key of each."""
     if isinstance(value, Mapping):
         return operator.getitem, list(value.items())
     if isinstance(value, tuple | list):
@@ -44,7 +44,7 @@ def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
 
 
 def plain(result: Any) -> Any:
-    """What was read of a tensor, as values that can be compared; None: nothing was."""
+    """Return what was read of a tensor, as values that can be compared; None: nothing was."""
     value = result.tolist() if hasattr(result, "tolist") else result
     return value if isinstance(value, bool | int | float | complex | str | list | tuple) else None
 
