@@ -289,7 +289,7 @@ class Pipeline:
             policy=self.policy,
             loss=options.loss,
             update=self.update,
-            flags=self.steps.flags(model),
+            model_guards=self.steps.model_guards(model),
             parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
             seed=options.seed,
             devices=self.devices,
@@ -340,7 +340,7 @@ class Pipeline:
         self.engine.failures.check()
         check_outputs(self.plan, outputs and not self.world.is_alone)
         with self.same.batch("step", self.num_steps):
-            self.engine.flags.check("train")
+            self.engine.model_guards.check("train")
             check_gradients()
             given, call = self.call.columns(inputs), self.call
             ends = {"whole": call.whole, "reads": self.reads, **self.ends}
@@ -386,7 +386,7 @@ class Pipeline:
         self.drain()
         self.engine.failures.check()
         with self.same.batch("evaluation", self.same.counts["evaluation"]):
-            self.engine.flags.check("eval")
+            self.engine.model_guards.check("eval")
             given, call = self.call.tensors(inputs), self.call
             ends = {"whole": call.whole, "reads": self.reads_tests, **self.ends}
             (batch,) = micro_batches(given, None, 1, None, **ends)

@@ -15,6 +15,16 @@ from typing import Any
 
 from ..compression.errors import PlanError
 
+IN_PROCESS = {"json": False}
+"""Metadata of a field with the default None that an object has in this process alone: no part of its JSON."""
+
+
+def json_fields(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as JSON data, which ``read`` takes."""
+    absent = {f.name: None for f in dataclasses.fields(record) if not f.metadata.get("json", True)}
+    data = dataclasses.asdict(dataclasses.replace(record, **absent))
+    return {name: value for name, value in data.items() if name not in absent}
+
 
 def load_json(path: str | Path, kind: str) -> Any:
     """The JSON value in a file; raises PlanError if the file is missing, no JSON, or nested beyond reason."""
@@ -61,7 +71,7 @@ def _whole(key: str, where: str) -> int:
 
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
-    fields = dataclasses.fields(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.metadata.get("json", True)]
     names = [field.name for field in fields]
     needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     if not isinstance(value, dict):

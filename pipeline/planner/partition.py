@@ -232,7 +232,7 @@ def partition(
     if extra_in_flight == AUTO:
         most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
     staying = costs.staying(spans, there(make(extra_in_flight=most)))
-    known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves")
+    known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves", "graph")
     made = Plan(
         stages=tuple(
             costs.stage(

@@ -20,7 +20,7 @@ from ...conf.planning import PlanningConfig
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.files import save_json
 from ...stages.memory.disk import DiskOptions, disk_rate
-from ...stages.planner.layer_dependencies import dependencies
+from ...stages.planner.dependencies import dependencies
 from ...stages.planner.measure import measure
 from ...stages.planner.memory_table import rows, save, table
 from ...stages.planner.network_profile import Profile

@@ -122,7 +122,7 @@ class Agreement:
                     f"{_short(found[2])} on rank {rank}; plan with the same options on every rank, or give "
                     "plan=None on every rank but 0"
                 )
-        return chosen
+        return dataclasses.replace(chosen, graph=plan.graph if plan else None)
 
 
 def _difference(ours: Fact | None, first: int, theirs: Fact | None, rank: int) -> str:

@@ -19,7 +19,7 @@ from ...stages.device import Device
 from ...stages.memory.prefetch import MemoryThread, Pass
 from ...stages.seeds import layer_seed
 from ...stages.stage.stage import Stage
-from ...stages.tracing.guards import Flags
+from ...stages.tracing.guards import ModelGuards
 from ..ranks.transport import Transport
 from ..schedules.instruction import Instruction, Op
 from ..weights.update import Update
@@ -55,7 +55,7 @@ class Engine:
         policy: Policy,
         loss: Loss,
         update: Update,
-        flags: Flags,
+        model_guards: ModelGuards,
         parameters: Container[object],
         seed: int,
         devices: Mapping[int, Device],
@@ -70,7 +70,7 @@ class Engine:
         self.meter, self.frames = frames_of(devices, transport, rank=rank, stages=stages, policy=policy)
         self.fetches = not all(stage.plain for stage in stages.values())
         self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
-        self.flags = flags
+        self.model_guards = model_guards
         self.run: dict[Op, Callable[[Step, Instruction], None]] = dict.fromkeys(_BACKWARDS, self._backward)
         self.run |= {Op.F: self._forward, Op.W: self._backward_weights, Op.U: self._update}
         self.losses: dict[int, torch.Tensor] = {}
@@ -111,7 +111,7 @@ class Engine:
         outputs = instruction = None
         try:
             self._begin(step)
-            with self.flags.evaluating():
+            with self.model_guards.evaluating():
                 for instruction in step.program:
                     self.interrupts.check()
                     outputs = self._evaluate(step, instruction)
@@ -138,7 +138,7 @@ class Engine:
     def _begin(self, step: Step) -> None:
         self.failures.first = ""
         for stage in self.stages.values():
-            stage.moved = self.flags.moved
+            stage.moved = self.model_guards.moved
             if not step.messages.continues:
                 stage.stop()
         self.frames.begin(step)

@@ -203,7 +203,7 @@ def _needed(
             here = {layer.node for layer in layers}
             for layer in (one for one in layers if one.node.op == "call_module"):
                 module = parts.modules[str(layer.node.target)]
-                sent = {name for name, source in layer.lifted if source not in here}
+                sent = {name for name, source in layer.tied if source not in here}
                 held = module.named_parameters(remove_duplicate=False)
                 mine += [parameter for name, parameter in held if name not in sent]
                 mine += module.buffers()

@@ -24,7 +24,7 @@ from ...stages.planner.measure import owned_parameters
 from ...stages.planner.plan import Plan
 from ...stages.stage.nan_check import Guard
 from ...stages.stage.stage import Stage
-from ...stages.tracing.aliases import said
+from ...stages.tracing.aliases import shared_memory_reason
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.tracer import LayerGraph
 from ...stages.weights.stashing import versions_of
@@ -113,7 +113,9 @@ def _check_shared(graph: LayerGraph, steps: Steps, plan: Plan) -> None:
                     f"that of {names[1]}; make them one parameter, or give one memory of its own (clone)"
                 )
             if len({places[layer] for layer in layers}) > 1:
-                raise PlanError(f"the plan parts what belongs together: {said(names)}; plan again")
+                raise PlanError(
+                    f"the plan parts what belongs together: {shared_memory_reason(names)}; plan again"
+                )
 
 
 def make_stages(

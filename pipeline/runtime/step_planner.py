@@ -14,7 +14,7 @@ from ...compression.frame import written_by
 from ...stages.planner.plan import Plan
 from ...stages.stage.value_routing import Route, edges, follow, routes, stage_of_layers
 from ...stages.tracing.dataflow import Probe
-from ...stages.tracing.guards import Flags
+from ...stages.tracing.guards import ModelGuards
 from ...stages.tracing.layers import Layer, Traced
 from ...stages.tracing.shape_inference import Shapes
 from ...stages.tracing.tracer import LayerGraph
@@ -65,10 +65,10 @@ class Steps:
         self.known: dict[object, Planned] = {}
         self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
 
-    def flags(self, model: nn.Module) -> Flags:
+    def model_guards(self, model: nn.Module) -> ModelGuards:
         """What these traces took from the modules of ``model``, to be held against them at every step."""
         shapes = self.shapes
-        return Flags(model, traces=shapes.traced, roots=shapes.roots, stage_of=self.stage_of["train"])
+        return ModelGuards(model, traces=shapes.traced, roots=shapes.roots, stage_of=self.stage_of["train"])
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The trace of a mode, and the layers of one stage in it."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..tracing.dataflow import is_itself
+from ..tracing.dataflow import is_unmodified
 from ..tracing.layers import Layer
 from .saved_storage import Bytes, TensorView, new_bytes, row_view
 
@@ -54,7 +54,7 @@ class LayerAwareCompressor:
         if layer.node.op != "call_module":
             return _KINDS.get(layer.node.target, "")
         module = self._modules[str(layer.node.target)]
-        return _KINDS.get(type(module), "") if is_itself(module) else ""
+        return _KINDS.get(type(module), "") if is_unmodified(module) else ""
 
     def compress(self, flat: Tensor, views: Sequence[TensorView]) -> Compact | None:
         """Return a compact form of the storage ``flat``, in the dtype of its first view, or None."""

@@ -14,7 +14,6 @@ from ...compression.errors import PlanError
 from ..tracing.capture.call_spec import Call, Constant, Example
 from ..tracing.capture.signature import ArgumentPlace, Signature, form_of
 from ..tracing.layer_graph import LayerGraph
-from ..tracing.remembered import recalled
 from ..tracing.tracer import trace
 from .plan import Plan
 
@@ -22,7 +21,7 @@ _MOST_VALUES = 256
 
 
 def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
-    """How a model was called with these tensors."""
+    """Return how a model was called with these tensors."""
     places: Any = [ArgumentPlace(i) for i in range(len(tensors))]
     return Signature(
         form=form_of(call.arguments(places)),
@@ -33,22 +32,23 @@ def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
 
 
 def graph_of(model: nn.Module, plan: Plan, autocast: torch.dtype | None) -> LayerGraph:
-    """The graph of ``model`` as ``plan`` was made for it: traced a moment ago, or now."""
-    known = recalled(model)
-    if known is not None and _is_meant(known, plan, autocast):
+    """The graph of ``model`` as ``plan`` was made for it: the plan's own while it fits, else traced anew."""
+    known = plan.graph
+    if known is not None and _is_meant(known, plan, autocast) and known.fits(model):
         return known
     return trace(model, example_of(plan), autocast=autocast, leaves=plan.leaves)
 
 
 def _is_meant(graph: LayerGraph, plan: Plan, autocast: torch.dtype | None) -> bool:
-    told = plan.signature
-    if told is None:
+    signature = plan.signature
+    if signature is None:
         return False
     ours = signature_of(graph.train.call, graph.example_inputs)
     shapes = tuple(tuple(x.shape) for x in graph.example_inputs)
     dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in graph.example_inputs)
     asked = (ours.form, ours.names, ours.whole, shapes, dtypes, tuple(graph.train.leaves))
-    meant = (told.form, told.names, told.whole, plan.input_shapes, plan.input_dtypes, plan.leaves)
+    meant = (signature.form, signature.names, signature.whole)
+    meant += (plan.input_shapes, plan.input_dtypes, plan.leaves)
     return (*asked, graph.autocast, graph.fingerprint) == (*meant, autocast, plan.fingerprint)
 
 

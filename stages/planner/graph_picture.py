@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MOST_BOXES = 60
 VALUE, GRADIENT, SAVED = "value", "gradient", "saved"
 WEIGHT_GRADIENT = "weight gradient"
+COMPUTE = "compute"  # the style of an arrow from box to box
 _OF_WEIGHTS = {"parameter": "parameter", "gradient": WEIGHT_GRADIENT, "optimizer": "optimizer"}
 _SLOTS = {**_OF_WEIGHTS, "version": "optimizer", "saved": SAVED, "buffer": "buffer"}
 
@@ -60,7 +61,7 @@ class Drawing:
 
 
 def drawing(found: Dependencies, stages: Sequence[int], *, most: int = MOST_BOXES) -> Drawing:
-    """What is drawn of ``found`` with about ``most`` boxes; ``stages``: of each layer, its stage."""
+    """Return what is drawn of ``found`` with about ``most`` boxes; ``stages``: of each layer, its stage."""
     boxes = blocks(found.layers, found.modules, stages, most=most)
     box_of = {layer: number for number, box in enumerate(boxes) for layer in box.layers}
     sizes: dict[tuple[int, str, int], int] = {}
@@ -104,12 +105,12 @@ def _arrows(found: Dependencies, box_of: Mapping[int, int], at: Mapping[int, int
             yield Arrow(f"{edge.way} data", at[edge.data], box_of[edge.layer], edge.enters)
     for _, source, target in found.compute:
         if box_of[source] != box_of[target]:
-            yield Arrow("compute", box_of[source], box_of[target])
+            yield Arrow(COMPUTE, box_of[source], box_of[target])
 
 
 def _within(arrow: Arrow, boxes: Sequence[Block], circles: Sequence[Circle]) -> bool:
     """Whether an arrow says only that layers of one block read what others of it made."""
-    if arrow.style == "compute" or len(boxes[arrow.box].layers) == 1:
+    if arrow.style == COMPUTE or len(boxes[arrow.box].layers) == 1:
         return False
     circle = circles[arrow.circle]
     if circle.box != arrow.box or circle.number < 0 or circle.is_input:
@@ -120,81 +121,33 @@ def _within(arrow: Arrow, boxes: Sequence[Block], circles: Sequence[Circle]) -> 
     )
 
 
-ROWS = 32  # of a column; a stage with more boxes takes several, as long as each other
 WIDE, HIGH, PITCH = 1.15, 0.17, 8.0  # half of a box, and from column to column
-GUTTER = 3.55  # from the middle of a column to the lanes behind it
 Place = tuple[float, float]
-# By style: how far its lines lie beside those of the others, so that none hides another.
-_APART = {"forward data": -0.05, "backward data": 0.05, "compute": 0.0}
 
 
-def columns(stages: Sequence[int]) -> list[Place]:
-    """The middles of boxes of these stages, in their order; each stage begins a column."""
-    places, column = list[Place](), 0
-    for stage in dict.fromkeys(stages):
-        number = stages.count(stage)
-        parts = math.ceil(number / ROWS)
-        rows = math.ceil(number / parts)
-        places += [((column + row // rows) * PITCH, -float(row % rows)) for row in range(number)]
-        column += parts
-    return places
+def positions(drawn: Drawing) -> list[Place]:
+    """Return the middles of the boxes: a stage has a row for each generation of its forward, and columns for
+    boxes that do not wait for each other."""
+    import networkx
 
-
-def route(arrow: Arrow, places: Sequence[Place], centres: Sequence[Place]) -> list[Place]:
-    """The corners of an arrow from its tail to its head; ``places`` of boxes, ``centres`` of circles."""
-    if arrow.style == "compute":
-        return _compute(places[arrow.circle], places[arrow.box])
-    points = _data(centres[arrow.circle], places[arrow.box], arrow.style)
-    return points if arrow.enters else points[::-1]
-
-
-def _data(circle: Place, box: Place, style: str) -> list[Place]:
-    """From a circle to a box."""
-    (cx, cy), (x, y), apart = circle, box, _APART[style]
-    if cy == y and abs(cx - x) < PITCH / 2:  # beside it
-        return [(cx, cy - apart), (x + math.copysign(WIDE, cx - x), y - apart)]
-    if abs(cx - x) < WIDE and abs(cy - y) < 1:  # between it and its neighbour
-        return [(cx + apart, cy), (cx + apart, y + math.copysign(HIGH, cy - y))]
-    if abs(cx - x) < WIDE:
-        side = 1 if style == "backward data" else -1
-        lane, edge = x + side * (WIDE + 0.22), x + side * WIDE
-        return [(cx, cy + apart), (lane, cy + apart), (lane, y + 0.1), (edge, y + 0.1)]
-    return _to_column((cx, cy + apart), (x - 0.75 + 3 * apart, y), lane=apart)
-
-
-def _compute(tail: Place, head: Place) -> list[Place]:
-    """From a box to a box."""
-    (ax, ay), (x, y) = tail, head
-    down = ay > y
-    side = -1 if down else 1
-    if ax == x and abs(ay - y) <= 1:
-        return [(ax + side * 1.09, ay + side * HIGH), (x + side * 1.09, y - side * HIGH)]
-    if ax == x:
-        lane = x + side * (WIDE + 0.34)
-        shift = -0.1
-        return [
-            (ax + side * WIDE, ay + shift),
-            (lane, ay + shift),
-            (lane, y + shift),
-            (x + side * WIDE, y + shift),
-        ]
-    if ax < x:
-        return _to_column((ax + 0.75, ay - HIGH), (x - 0.3, y), lane=0.24, drop=0.19)
-    return _to_column((x + 1.09, y - HIGH), (ax - 0.15, ay), lane=0.36, drop=0.14)[::-1]
-
-
-def _to_column(start: Place, box: Place, *, lane: float, drop: float = 0.0) -> list[Place]:
-    """From ``start`` through the gutter behind its column, and over the top of a box in a later one."""
-    (sx, sy), (x, y) = start, box
-    gutter = round(sx / PITCH) * PITCH + GUTTER + lane
-    over = y + HIGH + 0.16 + lane / 4
-    return [(sx, sy), (sx, sy - drop), (gutter, sy - drop), (gutter, over), (x, over), (x, y + HIGH)]
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(len(drawn.boxes)))
+    forward = [a for a in drawn.arrows if a.style == COMPUTE and a.circle < a.box]
+    graph.add_edges_from((arrow.circle, arrow.box) for arrow in forward)
+    places, left = dict[int, Place](), 0
+    for stage in dict.fromkeys(box.stage for box in drawn.boxes):
+        own = graph.subgraph([number for number, box in enumerate(drawn.boxes) if box.stage == stage])
+        rows = [sorted(row) for row in networkx.topological_generations(own)]
+        for y, row in enumerate(rows):
+            places |= {number: ((left + x) * PITCH, -float(y)) for x, number in enumerate(row)}
+        left += max(map(len, rows))
+    return [places[number] for number in range(len(drawn.boxes))]
 
 
 STYLES: Mapping[str, Mapping[str, Any]] = {
     "forward data": {"color": FORWARD_COLOR, "linestyle": "solid", "linewidth": 1.0},
     "backward data": {"color": BACKWARD_COLOR, "linestyle": "dashed", "linewidth": 1.0},
-    "compute": {"color": LINE, "linestyle": "dotted", "linewidth": 1.2},
+    COMPUTE: {"color": LINE, "linestyle": "dotted", "linewidth": 1.2},
 }
 # By slot: where it lies beside its box, its colour (of Okabe and Ito), what the legend says of it.
 SLOTS: Mapping[str, tuple[float, float, str, str]] = {
@@ -217,14 +170,12 @@ def figure(drawn: Drawing, *, title: str) -> Figure:
     """Boxes in columns, the first stage on the left; arrows of three styles, and a legend."""
     from matplotlib.figure import Figure
 
-    places = columns([box.stage for box in drawn.boxes])
+    places = positions(drawn)
     heads = {box.stage: place for box, place in reversed([*zip(drawn.boxes, places, strict=True)])}
-    last = max(x for x, _ in places)
-    deepest = -min(y for _, y in places)
-    made = Figure(
-        figsize=(max(7.0, 5.2 * (last / PITCH + 1)), 2.2 + 0.62 * (deepest + 1)), layout="constrained"
-    )
-    axes = made.subplots()
+    last, deepest = max(x for x, _ in places), -min(y for _, y in places)
+    size = max(7.0, 5.2 * (last / PITCH + 1)), 2.2 + 0.62 * (deepest + 1)
+    picture = Figure(figsize=size, layout="constrained")
+    axes = picture.subplots()
     axes.set_xlim(-4.3, last + 3.7)
     axes.set_ylim(-deepest - 0.95, 1.5)
     axes.axis("off")
@@ -232,12 +183,12 @@ def figure(drawn: Drawing, *, title: str) -> Figure:
         axes.text(x, 1.15, f"stage {stage}", ha="center", va="center", fontsize=12, fontweight="bold")
     centres = [_centre(circle, places) for circle in drawn.circles]
     for arrow in drawn.arrows:
-        _draw_arrow(axes, arrow, route(arrow, places, centres))
+        _draw_arrow(axes, arrow, places, centres)
     _draw_boxes(axes, drawn, places)
     _draw_circles(axes, drawn.circles, centres)
-    _legend(axes, made)
-    made.suptitle(title, fontsize=11, fontweight="bold")
-    return made
+    _draw_legend(picture)
+    picture.suptitle(title, fontsize=11, fontweight="bold")
+    return picture
 
 
 def _centre(circle: Circle, places: Sequence[Place]) -> Place:
@@ -285,23 +236,37 @@ def _draw_circles(axes: Axes, circles: Sequence[Circle], centres: Sequence[Place
         axes.text(x, y, show_bytes(circle.num_bytes), fontsize=5.5, color=LINE, zorder=5, **side)
 
 
-def _draw_arrow(axes: Axes, arrow: Arrow, points: Sequence[Place]) -> None:
+def _draw_arrow(axes: Axes, arrow: Arrow, places: Sequence[Place], centres: Sequence[Place]) -> None:
+    """A slightly bent line, so that it hides neither its way back nor the boxes between its ends."""
     from matplotlib.patches import FancyArrowPatch
-    from matplotlib.path import Path as Line
 
+    head = places[arrow.box]
+    tail = _edge(places[arrow.circle], head) if arrow.style == COMPUTE else centres[arrow.circle]
+    ends = (tail, _edge(head, tail))
     axes.add_patch(
         FancyArrowPatch(
-            path=Line(points), arrowstyle="-|>", mutation_scale=7, zorder=2, fill=False, **STYLES[arrow.style]
+            *(ends if arrow.enters else ends[::-1]),
+            arrowstyle="-|>",
+            connectionstyle=f"arc3,rad={0.08 if abs(tail[1] - head[1]) <= 1 else 0.2}",
+            mutation_scale=7,
+            zorder=2,
+            **STYLES[arrow.style],
         )
     )
 
 
-def _legend(axes: Axes, made: Figure) -> None:
+def _edge(box: Place, other: Place) -> Place:
+    """The point of a box's edge that looks at ``other``."""
+    (x, y), (right, up) = box, (other[0] - box[0], other[1] - box[1])
+    if abs(up) < HIGH:
+        return x + math.copysign(WIDE, right), y
+    return x + max(-WIDE, min(WIDE, right)), y + math.copysign(HIGH, up)
+
+
+def _draw_legend(picture: Figure) -> None:
     from matplotlib.lines import Line2D
 
     look: Any = {"linestyle": "none", "marker": "o", "markersize": 6, "markeredgecolor": LINE}
     lines = [Line2D([], [], label=name, **style) for name, style in STYLES.items()]
-    dots = [
-        Line2D([], [], label=told, markerfacecolor=colour, **look) for _, _, colour, told in SLOTS.values()
-    ]
-    made.legend(handles=[*lines, *dots], loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    dots = [Line2D([], [], label=name, markerfacecolor=color, **look) for _, _, color, name in SLOTS.values()]
+    picture.legend(handles=[*lines, *dots], loc="outside lower center", ncols=5, frameon=False, fontsize=8)

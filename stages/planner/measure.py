@@ -36,10 +36,10 @@ from ..tracing.layers import Layer, Parts, casting, parts_of, run_layer
 from ..tracing.object_snapshot import held_tensors
 from .examples import signature_of, with_values
 from .network_profile import LayerProfile, Profile, ValueProfile
-from .saved_tensors import whole_step, zero_count
+from .saved_tensors import observe_step, zero_count
 
 
-def parts_with_values(graph: LayerGraph, layer: Layer, device: torch.device) -> Parts:
+def parts_with_random_values(graph: LayerGraph, layer: Layer, device: torch.device) -> Parts:
     """The parts of the model that ``layer`` uses, on ``device``: copies, with random values for none."""
     bare = parts_of(graph.model_copy, graph.train, [layer], output=False)
     known: dict[int, Any] = {}
@@ -85,7 +85,7 @@ def parameters_of(layer: Layer, parts: Parts) -> list[torch.Tensor]:
 def blocks_of(
     graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device
 ) -> tuple[list[range], dict[int, str]]:
-    """Which layers run together: each by itself, but where it cannot, with the fewest ahead of it.
+    """Find the layers that run together: each by itself, but where it cannot, with the fewest ahead of it.
 
     Returns: ranges of layers, and for a layer's number why the model must not be cut behind it.
     Raises:  PlanError: a layer does not run even with all that are ahead of it."""
@@ -102,9 +102,9 @@ def blocks_of(
             except PlanError:
                 raise
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
                 if not blocks:
-                    raise PlanError(f"layer {layer.name} does not run on its own: {said}") from error
+                    raise PlanError(f"layer {layer.name} does not run on its own: {reason}") from error
                 block = range(blocks.pop().start, index + 1)
         for cut in block[:-1]:
             refused.setdefault(cut, f"layer {layer.name} does not run apart from {layers[block.start].name}")
@@ -131,15 +131,15 @@ def timed_apart(
     timers, zeros = [_Timer(device, graph) for _ in range(repeats + 1)], dict[int, float]()
 
     def run(index: int, layer: Layer) -> None:
-        parts = parts_with_values(graph, layer, device.torch)
+        parts = parts_with_random_values(graph, layer, device.torch)
         try:
             for timer in timers:
                 timer.run(range(index, index + 1), env, parts)
         except PlanError:
             raise
         except Exception as error:
-            said = f"layer {layer.name} does not run on its own ({type(error).__name__}: {error})"
-            raise PlanError(f"{said}; measure the model with its values") from error
+            reason = f"layer {layer.name} does not run on its own ({type(error).__name__}: {error})"
+            raise PlanError(f"{reason}; measure the model with its values") from error
 
     for index, layer in enumerate(graph.train.layers):
         run(index, layer)
@@ -212,7 +212,7 @@ def _without_graph(item: Any) -> Any:
 def _write_back(
     block: range, given: Mapping[fx.Node, Any], env: Mapping[fx.Node, Any], record: Probe
 ) -> None:
-    """What layers wrote into copies of their inputs, into the inputs: later layers read it there."""
+    """Copy what layers wrote into copies of their inputs into the inputs, where later layers read it."""
     for node, item in given.items():
         pairs = zip(record.outputs[node].values, tree_leaves(item), tree_leaves(env[node]), strict=True)
         for number, copied, original in pairs:
@@ -279,11 +279,11 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
         if bare:
             runs = timed_apart(graph, inputs, device, repeats)
             with META:
-                seen, far = whole_step(graph, graph.example_inputs)
+                seen, far = observe_step(graph, graph.example_inputs)
         else:
             blocks, tied = blocks_of(graph, inputs, device)
             runs = [timed_run(graph, inputs, device, blocks) for _ in range(repeats)]
-            seen, far = whole_step(graph, inputs)
+            seen, far = observe_step(graph, inputs)
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
@@ -327,6 +327,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
         leaves=tuple(graph.train.leaves),
         intermediates=seen.intermediates,
         backward_reads=seen.backward_reads,
+        graph=graph.without_memory(),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds, in bytes: the one formula of the search for cuts, of a schedule on paper, and of a
+"""Bytes that a rank holds: the one formula of the search for cuts, of a schedule on paper, and of a
 step.
 
 It says how often the bytes of some layers are there at once; everybody multiplies their own bytes,
@@ -22,7 +22,7 @@ GONE = ("disk",)  # tiers that take it off every device
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """How often the bytes of layers are there: their parameters, what a micro-batch saves as it is, and that
+    """Number of copies of the bytes of layers: their parameters, what a micro-batch saves as it is, and that
     packed; what entered with it, where the rest is made again. ``near``: what the layers save that are near
     the one that runs, where the rest leaves. ``largest``: of the parameters of the layer that has most, where
     layers have theirs only while they run; then those of its ``neighbours`` may be there, too, and those that
@@ -72,7 +72,7 @@ def copies(
     exchanged: float = 0,
     device: str = HOST,
 ) -> Copies:
-    """What is there with so many micro-batches in flight, on a rank that computes on ``device``.
+    """Return what is there with so many micro-batches in flight, on a rank that computes on ``device``.
 
     The weights, their gradients, ``optimizer_state`` (bytes that the optimizer keeps for each of theirs;
     None: one, as SGD with momentum) and the old versions: dense floats, which hardly shrink, so packing is
@@ -101,7 +101,7 @@ def copies(
 
 
 def exchanges(counts: Sequence[int], *, exact: bool) -> int:
-    """How often the bytes of a stage's parameters are there, while its replicas sum up gradients, beside the
+    """Count the copies of a stage's parameters that are there while its replicas sum up gradients, beside the
     gradients: once as a flat buffer; where the sum is ``exact``, for each micro-batch of a replica, and of
     the sum.
 

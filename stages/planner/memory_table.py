@@ -1,4 +1,4 @@
-"""What fills a rank's memory, layer by layer, as a table for people and as rows for programs.
+"""Table of what fills a rank's memory, layer by layer, for people and as rows for programs.
 
 Source: resource management of a training step, S1 and S11-S13: kinds, sizes and lifetimes of intermediate
         data by (layer, order of saving), dependencies inside a layer and to others, reference counts."""
@@ -164,11 +164,11 @@ def table(found: Sequence[Row], *, most: int = MOST_ROWS) -> list[str]:
         lines.append(_total(stage, own))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     sides = [str.rjust if heading in _RIGHT else str.ljust for heading in _HEADINGS]
-    told = (
+    texts = (
         "  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True))
         for line in lines
     )
-    return [*map(str.rstrip, told), *_FOOTNOTES]
+    return [*map(str.rstrip, texts), *_FOOTNOTES]
 
 
 def _shown(row: Row) -> tuple[str, ...]:
@@ -185,16 +185,16 @@ def _shown(row: Row) -> tuple[str, ...]:
 def _folded(block: Block, part: Sequence[Row]) -> tuple[str, ...]:
     saved = [row for row in part if row.group == SAVED]
     kinds = Counter(row.kind for row in saved)
-    told = [f"{count} {_plural(kind, count)}" for kind, count in kinds.items()]
+    parts = [f"{count} {_plural(kind, count)}" for kind, count in kinds.items()]
     weights = sum(row.num_bytes for row in part if row.group != SAVED)
-    told += [f"weights {show_bytes(weights)}"] if weights else []
+    parts += [f"weights {show_bytes(weights)}"] if weights else []
     others = sorted({name for row in saved for name in row.shared_with.split(", ") if "(stage" in name})
     largest = max(saved, key=lambda row: row.num_bytes, default=None)
     first, last = block.start, block.end - 1
     return (
         str(block.stage),
         f"{first} {_short(block.name)}" if first == last else f"{first}-{last} {_short(block.name)}",
-        ", ".join(told),
+        ", ".join(parts),
         f"{largest.shape} {largest.dtype}" if largest else "",
         show_bytes(sum(row.num_bytes for row in saved)) if saved else "",
         _zeros(saved),
@@ -207,11 +207,11 @@ def _folded(block: Block, part: Sequence[Row]) -> tuple[str, ...]:
 def _total(stage: int, own: Sequence[Row]) -> tuple[str, ...]:
     saved = [row for row in own if row.group == SAVED]
     weights = sum(row.num_bytes for row in own if row.group != SAVED)
-    told = f"{len(saved)} saved, weights {show_bytes(weights)}"
+    counts = f"{len(saved)} saved, weights {show_bytes(weights)}"
     return (
         str(stage),
         "total",
-        told,
+        counts,
         "",
         show_bytes(sum(row.num_bytes for row in saved)),
         _zeros(saved),

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ...compression.errors import PlanError
 from ..files import save_json
 from ..memory.byte_budget import NEAR
-from ..record import load_json, read
+from ..record import IN_PROCESS, json_fields, load_json, read
 from ..tracing.capture.signature import Signature
 from .memory_model import NEIGHBOURS
 
@@ -26,7 +27,7 @@ FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER = (
     "other",
 )
 KINDS = (FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER)
-"""What an intermediate is: a feature map; integers, such as where a pooling found its maximum; a mask, of
+"""Kinds of intermediates: a feature map; integers, such as where a pooling found its maximum; a mask, of
 bits or of a dropout; numbers of a normalization, fewer than the layer's values; a parameter's copy in the
 dtype of autocast; none of these."""
 
@@ -113,13 +114,13 @@ class ValueProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a plan is made from: the layers and values of one micro-batch, and where not to cut.
+    """Measurements that a plan is made from: the layers and values of one micro-batch, and where not to cut.
 
     ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model
     is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
     request or need. ``intermediates``: every storage that layers save, in the order of saving;
     ``backward_reads``: for a layer's number, the parameters and buffers that its backward reads. A profile
-    that does not know has neither."""
+    that does not know has neither. ``graph``: the LayerGraph that was measured, in this process only."""
 
     layers: tuple[LayerProfile, ...]
     values: tuple[ValueProfile, ...]
@@ -135,10 +136,11 @@ class Profile:
     leaves: tuple[str, ...] = ()
     intermediates: tuple[Intermediate, ...] = ()
     backward_reads: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
-        data = {"penstock_profile": 1, **dataclasses.asdict(self)}
+        data = {"penstock_profile": 1, **json_fields(self)}
         save_json(path, data, indent=1)
 
     @classmethod

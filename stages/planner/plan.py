@@ -16,7 +16,7 @@ from ...compression.errors import PlanError
 from ...compression.names import show_codec
 from ..files import save_json
 from ..memory.byte_budget import NAMES
-from ..record import load_json, read, shortened
+from ..record import IN_PROCESS, json_fields, load_json, read, shortened
 from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_count, show_rate, show_seconds
 from ..weights.policies import WeightPolicy, policy_named
@@ -36,9 +36,9 @@ class Asked:
     divided: str | None = None
 
     def __str__(self) -> str:
-        said = {"stages": self.stages, "ranks": self.ranks, "cuts": self.cuts and f"[{','.join(self.cuts)}]"}
-        said |= {"replicas": self.divided or (self.replicas and list(self.replicas))}
-        return " ".join(f"{name}={value}" for name, value in said.items() if value is not None)
+        asked = {"stages": self.stages, "ranks": self.ranks, "cuts": self.cuts and f"[{','.join(self.cuts)}]"}
+        asked |= {"replicas": self.divided or (self.replicas and list(self.replicas))}
+        return " ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
 
 
 _HEADINGS = ("stage", "rank", "layers", "parameters", "forward", "backward", "memory", "sent down", "sent up")
@@ -85,7 +85,7 @@ def check_tiers(**found: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Placed):
-    """What ``partition`` decides and ``Pipeline`` runs; what is decided for a stage, its ``PlanStage`` says.
+    """Decisions of ``partition`` that ``Pipeline`` runs; those for a stage are in its ``PlanStage``.
 
     ``extra_in_flight``: micro-batches in flight beyond the schedule's own, to begin with; up to
     ``most_extra_in_flight``, if the measured links ask for it; 0 there means no more than these.
@@ -98,7 +98,7 @@ class Plan(Placed):
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
-    need.
+    need. ``graph``: the LayerGraph that it was made from, in this process only.
     Raises:  PlanError: the fields contradict each other.
     """
 
@@ -121,6 +121,7 @@ class Plan(Placed):
     asked: Asked | None = dataclasses.field(default=None, compare=False)
     signature: Signature | None = dataclasses.field(default=None, compare=False)
     leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
 
     def __post_init__(self) -> None:
         layers = [layer for stage in self.stages for layer in stage.layers]
@@ -161,7 +162,7 @@ class Plan(Placed):
 
     @property
     def policy(self) -> WeightPolicy:
-        """What the stages do with their weights; in which tier, each says for itself."""
+        """Policy of the stages for their weights; in which tier, each says for itself."""
         return policy_named(self.weights, schedule=self.schedule, prediction=self.prediction)
 
     @property
@@ -171,7 +172,7 @@ class Plan(Placed):
 
     @property
     def versions(self) -> dict[str, Any] | None:
-        """What decides which weights a micro-batch sees, so that a state fits; None where a flush does."""
+        """Fields that decide which weights a micro-batch sees, as a state's must; None with a flush."""
         if not self.streams:
             return None
         names = ("schedule", "weights", "prediction")
@@ -194,13 +195,13 @@ class Plan(Placed):
         return {(name, way, s): codec for s, way, codecs in named for name, codec in codecs.items()}
 
     def of_stages(self, decision: str) -> str:
-        """What was decided for the stages under a name, such as "tier": once if for all alike, else each."""
+        """Return the stages' decisions under a name, such as "tier": one if all are alike, else each."""
         found = [str(getattr(stage, decision)) for stage in self.stages]
         return found[0] if len(set(found)) == 1 else ",".join(found)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data, which ``Plan.of_json`` takes."""
-        return {"penstock_plan": VERSION, **dataclasses.asdict(self)}
+        return {"penstock_plan": VERSION, **json_fields(self)}
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all, else ConfigError; ``Plan.load`` gives an equal one."""
@@ -266,7 +267,7 @@ def _title(plan: Plan) -> str:
 
 
 def _weights(plan: Plan) -> list[str]:
-    """Which weights a micro-batch sees, where batches mingle, and what comes first in a backward."""
+    """Say which weights a micro-batch sees, where batches mingle, and what comes first in a backward."""
     parts = [f"weights {plan.weights}{' with prediction' * plan.prediction}"] if plan.streams else []
     if (tier := plan.of_stages("weights_tier")) != "device":
         parts.append(f"old weights {tier}")

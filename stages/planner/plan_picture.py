@@ -99,9 +99,9 @@ def _draw_seconds(axes: "Axes", stages: Sequence[PlanStage]) -> None:
     axes.bar(middles, backward, WIDTH * 0.62, bottom=forward, color=BACKWARD_COLOR, label="backward")
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # over the line of the slowest
     for middle, total, stage in zip(middles, totals, stages, strict=True):
-        said, number = show_seconds(total / 1e3), len(stage.ranks)
-        said += f" ({show_seconds(number * total / 1e3)} by {number})" if number > 1 else ""
-        _write(axes, middle, total + 0.02 * max(totals), said, va="bottom", bbox=behind)
+        label, number = show_seconds(total / 1e3), len(stage.ranks)
+        label += f" ({show_seconds(number * total / 1e3)} by {number})" if number > 1 else ""
+        _write(axes, middle, total + 0.02 * max(totals), label, va="bottom", bbox=behind)
     axes.axhline(max(totals), color=LINE, linewidth=1, linestyle="dotted", zorder=0)
     axes.set_ylim(0, max(*totals, 1e-9) * 1.2)
     axes.set_xlim(-0.12, middles[-1] + WIDTH / 2 + 0.12)

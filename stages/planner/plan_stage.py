@@ -1,4 +1,4 @@
-"""Which replica of a stage takes a micro-batch: dealt by weight and smoothly, the same wherever it is asked.
+"""Stages of a plan, and how micro-batches are dealt to their replicas: by weight and smoothly.
 
 Every replica has credit: each micro-batch adds its share to it, and who has most takes the micro-batch
 and pays for all. So any run of micro-batches is spread as the shares say, the first ones do not depend on
@@ -27,7 +27,7 @@ def place_of(shares: tuple[int, ...], micro_batch: int) -> int:
 
 
 def counts_of(shares: tuple[int, ...], number: int) -> list[int]:
-    """How many of the first ``number`` micro-batches each replica takes."""
+    """Return how many of the first ``number`` micro-batches each replica takes."""
     places = _places(shares, 1 << number.bit_length())[:number]
     return [places.count(place) for place in range(len(shares))]
 
@@ -169,7 +169,7 @@ class Placed:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many ranks each stage has."""
+        """Number of ranks of each stage."""
         return tuple(len(stage.ranks) for stage in self.stages)
 
     @property
@@ -193,7 +193,7 @@ class Placed:
         return self.stages[stage].ranks[self.place_of(stage, micro_batch)]
 
     def place_of(self, stage: int, micro_batch: int) -> int:
-        """Which replica of ``stage`` runs it for ``micro_batch``, counted from 0."""
+        """Number, from 0, of the replica that runs ``stage`` for ``micro_batch``."""
         one = self.stages[stage]
         return place_of(one.shares, micro_batch) if one.shares else micro_batch % len(one.ranks)
 

@@ -24,7 +24,7 @@ from .network_profile import CAST, FEATURES, INDEX, MASK, OTHER, STATISTIC, Inte
 
 
 def zero_count(tensor: torch.Tensor) -> Callable[[], float]:
-    """What tells the share of its elements that are zero, when it is called: until then no GPU is waited for.
+    """Return a function that tells the share of zeros among its elements: until then no GPU is waited for.
 
     None are of what torch cannot count, or what has no values."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or not tensor.numel():
@@ -55,7 +55,7 @@ class _Noted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What was seen: by layer its (saved bytes, bytes without zeros), the storages, the parameters and
+    """Observations: by layer its (saved bytes, bytes without zeros), the storages, the parameters and
     buffers that the backward of a layer reads, and how many gradients are added up for a value."""
 
     saved: tuple[tuple[int, int], ...]
@@ -136,7 +136,7 @@ class FirstIteration:
         return tensor
 
     def observed(self, roots: Iterable[torch.Tensor], random: Iterable[int]) -> Observed:
-        """What was seen, when the backward of ``roots`` has run; ``random``: the layers that drew numbers."""
+        """Return what was seen, after the backward of ``roots``; ``random``: the layers that drew."""
         gradients = _contributions(roots, self._edges)
         drawn = set(random)
         found = [
@@ -178,8 +178,9 @@ class FirstIteration:
 
 
 def _contributions(roots: Iterable[torch.Tensor], edges: dict[tuple[Node, int], int]) -> dict[int, int]:
-    """How many nodes give a gradient to each value, by its number, and the loss to an output; a value that a
-    layer writes over has several places in the graph, and the most count."""
+    """Count the nodes that give a gradient to each value, by its number, and the loss to an output.
+
+    A value that a layer writes over has several places in the graph, and the most count."""
     asked = [get_gradient_edge(tensor) for tensor in roots]
     counts = Counter((edge.node, edge.output_nr) for edge in asked)
     ahead = list(dict.fromkeys(edge.node for edge in asked))
@@ -197,8 +198,8 @@ def _contributions(roots: Iterable[torch.Tensor], edges: dict[tuple[Node, int], 
     return {number: count for number, count in sorted(found.items()) if count}
 
 
-def whole_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[Observed, dict[int, str]]:
-    """What the layers save for their backward (every storage once, parameters and buffers never), and for a
+def observe_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[Observed, dict[int, str]]:
+    """Return what the layers save for their backward (every storage once, parameters never), and for a
     layer's number why not to cut behind it: the gradient of a value would cross in such a geometry."""
     parts, record, far = parts_of(graph.model_copy, graph.train), graph.train_probe, set[int]()
     first = FirstIteration(graph.model_copy)

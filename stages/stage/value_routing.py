@@ -106,7 +106,7 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
                 returns=frozenset(
                     n
                     for n, _ in receives[stage]
-                    if (last := record.values[n].reached) >= 0 and places[last] >= stage
+                    if (last := record.values[n].last_gradient_layer) >= 0 and places[last] >= stage
                 ),
             )
         )
@@ -150,9 +150,7 @@ def _visits(
 def _plain_args(layer: Layer, record: Probe) -> tuple[Any, ...] | None:
     """The arguments of a layer that runs the same way always, if all are results or unchanging numbers."""
     node = layer.node
-    special = (
-        node.op == "get_attr" or node.kwargs or layer.moves or layer.lifted or layer.name in record.seeded
-    )
+    special = node.op == "get_attr" or node.kwargs or layer.moves or layer.tied or layer.name in record.seeded
     if special or not {"modes", "expect", "shape"}.isdisjoint(node.meta):
         return None
     plain = all(not is_local(a) if type(a) is fx.Node else type(a) in _UNCHANGING for a in node.args)
@@ -161,7 +159,7 @@ def _plain_args(layer: Layer, record: Probe) -> tuple[Any, ...] | None:
 
 def reads(layer: Layer) -> list[fx.Node]:
     """The nodes that a layer reads, tied parameters included."""
-    return [*layer.node.all_input_nodes, *(source for _, source in layer.lifted)]
+    return [*layer.node.all_input_nodes, *(source for _, source in layer.tied)]
 
 
 def _foreign(layers: Sequence[Layer], output: fx.Node | None) -> tuple[fx.Node, ...]:

@@ -21,7 +21,7 @@ from .object_snapshot import held_tensors, tensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Lies:
+class MemorySpan:
     """The bytes of a tensor: between ``start`` and ``stop`` in ``memory``, as its geometry says."""
 
     name: str
@@ -31,7 +31,7 @@ class Lies:
     geometry: Geometry
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> Lies | None:
+    def of(cls, name: str, tensor: torch.Tensor) -> MemorySpan | None:
         """None for a tensor without memory of its own."""
         if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
             return None
@@ -43,7 +43,7 @@ class Lies:
         stop = start + found.span * tensor.itemsize
         return cls(name=name, memory=(str(tensor.device), home), start=start, stop=stop, geometry=found)
 
-    def meets(self, other: Lies) -> bool:
+    def meets(self, other: MemorySpan) -> bool:
         """Whether some byte is in both."""
         if self.memory != other.memory or self.stop <= other.start or other.stop <= self.start:
             return False
@@ -53,7 +53,7 @@ class Lies:
         return bool((self._marks(low, high) & other._marks(low, high)).any())
 
     def _marks(self, low: int, high: int) -> torch.Tensor:
-        """Which of the bytes from ``low`` to ``high`` it has: columns of a matrix lie between each other."""
+        """Mark the bytes from ``low`` to ``high`` that it has: columns of a matrix lie between each other."""
         marks, item = torch.zeros(high - low, dtype=torch.bool), self.geometry.item_bytes
         sizes, strides = zip(*self.geometry.walk, strict=True) if self.geometry.walk else ((), ())
         marks.as_strided((*sizes, item), (*(s * item for s in strides), 1), self.start - low).fill_(True)
@@ -71,9 +71,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def overlapping(named: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     """The names of tensors that lie in each other's memory, group by group."""
-    laid = [place for name, tensor in named.items() if (place := Lies.of(name, tensor)) is not None]
+    laid = [place for name, tensor in named.items() if (place := MemorySpan.of(name, tensor)) is not None]
     laid.sort(key=lambda place: (place.memory, place.start))
-    groups: list[list[Lies]] = []
+    groups: list[list[MemorySpan]] = []
     ends: dict[tuple[str, int], int] = {}
     for place in laid:
         # Most tensors begin where none has gone on: they meet nothing that came before.
@@ -86,7 +86,7 @@ def overlapping(named: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     return [tuple(sorted((p.name for p in g), key=order.__getitem__)) for g in groups if len(g) > 1]
 
 
-def hidden(model: nn.Module) -> list[str]:
+def unregistered_views(model: nn.Module) -> list[str]:
     """The paths of tensors that are not registered and lie in the memory of a trained parameter."""
     everything = tensors(model)
     registered = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
@@ -139,10 +139,10 @@ def refuse_cuts(groups: Groups, refused: dict[int, str]) -> None:
     """Note for every cut that would part a group why it is refused, where nothing else has refused it."""
     for group, layers in groups.items():
         for cut in range(min(layers, default=0), max(layers, default=0)):
-            refused.setdefault(cut, said(group))
+            refused.setdefault(cut, shared_memory_reason(group))
 
 
-def said(group: Sequence[str]) -> str:
+def shared_memory_reason(group: Sequence[str]) -> str:
     """Why a group stays together, and what to do."""
     first, other = group[:2]
     return (

@@ -40,7 +40,7 @@ from .untracked_writes import Contents
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What a layer returned: the values of its leaves and the structure around them.
+    """Result of a layer: the values of its leaves and the structure around them.
 
     ``alone``: the value that it is by itself, None where there is a structure."""
 
@@ -49,7 +49,7 @@ class Outputs:
     alone: int | None
 
 
-Leads = Mapping[int, Collection[int]]  # from values that a layer made to those that it read
+GradientPaths = Mapping[int, Collection[int]]  # from values that a layer made to those that it read
 
 
 class ProbeRecorder:
@@ -69,10 +69,10 @@ class ProbeRecorder:
         self.accesses: dict[int, tuple[str, set[int]]] = {}
         self.written: set[int] = set()
         self.writes: dict[int, list[int]] = {}
-        self.leads: dict[int, Leads] = {}
-        self.uncounted: dict[int, str] = {}  # by memory, a layer that wrote to it so
+        self.gradient_paths: dict[int, GradientPaths] = {}
+        self.untracked_memory: dict[int, str] = {}  # by memory, a layer that wrote to it so
         self.keepers: dict[int, str] = {}  # by memory, a layer that keeps it for its backward
-        self.unseen: dict[int, int] = {}  # by value, the last layer that wrote to it uncounted
+        self.untracked_values: dict[int, int] = {}  # by value, the last layer that wrote to it uncounted
         self.turned: dict[int, int] = {}  # by value, the last layer that made it ask for a gradient, or not
         self.on: dict[int, list[torch.Tensor]] = {}
         self.kept: list[torch.UntypedStorage] = []  # else one that is exchanged gives its number to another
@@ -201,7 +201,7 @@ def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls:
     if layer.node.op != "call_module":  # a parameter may be called "relu"
         return layer.node.op != "get_attr" and layer.node.target in calls
     module = parts.modules[str(layer.node.target)]
-    return type(module) in modules and is_itself(module) and not getattr(module, "min_val", 0)
+    return type(module) in modules and is_unmodified(module) and not getattr(module, "min_val", 0)
 
 
 def may_prove(module: nn.Module) -> bool:
@@ -209,17 +209,16 @@ def may_prove(module: nn.Module) -> bool:
     return type(module) in (*RELU_MODULES, *POOL_MODULES)
 
 
-def functions_of_proofs() -> list[object]:
-    """What such modules call."""
-    return [vars(F)[name] for name in ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_pool3d")]
+RELU_FUNCTIONS = ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_pool3d")
+"""Functions of torch.nn.functional that such modules call."""
 
 
-def hooks_on_all_modules() -> list[tuple[Any, ...]]:
+def hooks_on_all_modules() -> tuple[tuple[Any, ...], ...]:
     """The hooks that torch calls for every module."""
-    return [tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS]
+    return tuple(tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS)
 
 
-def is_itself(module: nn.Module) -> bool:
+def is_unmodified(module: nn.Module) -> bool:
     """Whether nothing but its class says what a module does: no hooks, no forward of its own."""
     hooks = [*hooks_on_all_modules(), *(getattr(module, name) for name in HOOKS)]
     return not any(hooks) and "forward" not in vars(module)
@@ -228,7 +227,7 @@ def is_itself(module: nn.Module) -> bool:
 def is_of_torch(module: nn.Module) -> bool:
     """Whether torch alone says what a module and all in it do: no code of a person's is held there."""
     for m in module.modules():
-        torch_says = type(m).__module__.startswith("torch.nn.") and is_itself(m)
+        torch_says = type(m).__module__.startswith("torch.nn.") and is_unmodified(m)
         if not torch_says or any(map(_is_persons_code, vars(m).values())):
             return False
     return True
@@ -247,7 +246,7 @@ _TORCH_MODULES = ("torch", "torch.functional", "torch.nn.functional", "_operator
 
 
 def edges_of(items: Iterable[tuple[int, object]]) -> Edges:
-    """Where the gradients of values (number, object) enter the graph; of those that have one."""
+    """Edges at which the gradients of values (number, object) enter the graph; of those that have one."""
     if not torch.is_grad_enabled():  # there is no graph
         return {}
     asked = [(number, t) for number, t in items if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -255,14 +254,14 @@ def edges_of(items: Iterable[tuple[int, object]]) -> Edges:
     return {(edge.node, edge.output_nr): number for number, edge in edges}
 
 
-def leads(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> Leads:
+def gradient_paths(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> GradientPaths:
     """For each value that ``layer`` made, those it read that the gradient of that value surely comes to."""
     if not read or not _is_torch_only(layer, parts):
         return {}
-    return {number: _led_to(edge, read) for edge, number in made.items()}
+    return {number: _reachable(edge, read) for edge, number in made.items()}
 
 
-def _led_to(edge: tuple[Node, int], read: Edges) -> set[int]:
+def _reachable(edge: tuple[Node, int], read: Edges) -> set[int]:
     ahead, seen, found = [edge], set(), set()
     while ahead:
         place = ahead.pop()
@@ -276,7 +275,7 @@ def _led_to(edge: tuple[Node, int], read: Edges) -> set[int]:
     return found
 
 
-class Hung(TorchFunctionMode):
+class HookWatch(TorchFunctionMode):
     """The block in which a layer runs; ``any``: it hung functions on gradients, which read what they like."""
 
     def __init__(self) -> None:
@@ -289,7 +288,7 @@ class Hung(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def keeps_itself(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> bool:
+def has_custom_backward(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> bool:
     """Whether a backward of a person's is among those of ``layer``: it reads what it likes, saved or not."""
     ahead = [] if _is_torch_only(layer, parts) else [node for node, _ in made]
     before, seen = {node for node, _ in read}, set[Node]()
@@ -349,10 +348,12 @@ def runs_own_code(layer: Layer, parts: Parts) -> bool:
     )
 
 
-def reached(steps: Mapping[int, Leads], outputs: Collection[int], num_layers: int) -> dict[int, int]:
+def last_gradient_layers(
+    steps: Mapping[int, GradientPaths], outputs: Collection[int], num_layers: int
+) -> dict[int, int]:
     """The last layer through which a gradient surely comes to a value, by number; not those without one.
 
-    Args:    steps: what ``leads`` found, by layer.
+    Args:    steps: what ``gradient_paths`` found, by layer.
              outputs: the values that the model returns and that have gradients; of several the loss may leave
              out any."""
     last = dict.fromkeys(outputs, num_layers) if len(outputs) == 1 else {}
@@ -375,7 +376,7 @@ class Value:
     otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
     it may. ``number``: the type that a number had, which may be another later; ``dtype`` has room for any.
     ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its memory,
-    ascending, each with whether it left zeros that stop every gradient . ``reached``: the last
+    ascending, each with whether it left zeros that stop every gradient . ``last_gradient_layer``: the last
     layer through which a gradient surely comes back to it, -1 if none does."""
 
     name: str
@@ -389,7 +390,7 @@ class Value:
     parameter: bool
     refused: str
     writers: tuple[tuple[int, bool], ...]
-    reached: int
+    last_gradient_layer: int
 
     def stops(self, layer: int) -> bool:
         """Whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
@@ -435,10 +436,10 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         recorder.users[number].add(end)
     for name, buffer in local_at(traced.output, parts).items():
         recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(end)
-    _refuse_uncounted(recorder)
+    _refuse_untracked(recorder)
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
     asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
-    last = reached(recorder.leads, asked, len(traced.layers))
+    last = last_gradient_layers(recorder.gradient_paths, asked, len(traced.layers))
     values = tuple(_value(recorder, i, stops, last.get(i, -1)) for i in range(len(recorder.objects)))
     record = Probe(
         values=values,
@@ -458,7 +459,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
 def _record_layer(
     recorder: ProbeRecorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts, samples: int
 ) -> None:
-    read = list(recorder.reads(layer.node, [source for _, source in layer.lifted]))
+    read = list(recorder.reads(layer.node, [source for _, source in layer.tied]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
     buffers = buffers_at(layer, parts)
     recorder.hold(buffers.values())
@@ -468,7 +469,7 @@ def _record_layer(
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
     try:
-        with Hung() as hung, keeping() as kept:
+        with HookWatch() as watch, keeping() as kept:
             env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())
@@ -480,11 +481,13 @@ def _record_layer(
     changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
     other, counted = contents.changed(), {id(t) for t in changed}
-    unseen = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
-    recorder.uncounted |= {t.untyped_storage()._cdata: layer.name for t in unseen}
+    untracked = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
+    recorder.untracked_memory |= {t.untyped_storage()._cdata: layer.name for t in untracked}
     recorder.keepers |= dict.fromkeys(kept - statistics_of(layer, parts), layer.name)
-    recorder.unseen |= {recorder.numbers[id(t)]: index for t in unseen if id(t) in recorder.numbers}
-    changed += unseen
+    recorder.untracked_values |= {
+        recorder.numbers[id(t)]: index for t in untracked if id(t) in recorder.numbers
+    }
+    changed += untracked
     recorder.turned |= {
         recorder.numbers[id(t)]: index
         for t, (did, version) in zip(tensors, asked, strict=True)
@@ -502,18 +505,18 @@ def _record_layer(
         recorder.users[number].add(index)
     recorder.add(layer.node, index, env[layer.node])
     after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
-    recorder.leads[index] = leads(layer, parts, made=after, read=before)
-    if hung.any or keeps_itself(layer, parts, made=after, read=before):
+    recorder.gradient_paths[index] = gradient_paths(layer, parts, made=after, read=before)
+    if watch.any or has_custom_backward(layer, parts, made=after, read=before):
         recorder.keeping.add(layer.name)
 
 
-def _refuse_uncounted(recorder: ProbeRecorder) -> None:
+def _refuse_untracked(recorder: ProbeRecorder) -> None:
     """Refuse a buffer that a backward would read as forwards of later micro-batches have written it; where
     torch counts the writes, it does so by itself."""
     for memory, (name, _) in recorder.accesses.items():
-        if memory in recorder.uncounted and memory in recorder.keepers:
+        if (writer := recorder.untracked_memory.get(memory)) and memory in recorder.keepers:
             raise PlanError(
-                f"layer {recorder.uncounted[memory]} writes to {name} past what torch counts (.data, NumPy), "
+                f"layer {writer} writes to {name} past what torch counts (.data, NumPy), "
                 f"and {recorder.keepers[memory]} keeps it for its backward; read a clone of it, or read it "
                 "under torch.no_grad()"
             )
@@ -558,7 +561,7 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
         parameter=isinstance(tensor, nn.Parameter),
         refused=refused,
         writers=tuple((writer, (writer, number) in stops) for writer in recorder.writers(number)),
-        reached=last,
+        last_gradient_layer=last,
     )
 
 
@@ -569,7 +572,7 @@ def travels(tensor: torch.Tensor) -> bool:
 
 
 def _alive(values: Sequence[Value], cuts: int) -> Iterator[list[int]]:
-    """What ``crossing`` gives for one cut after the other, in one pass."""
+    """Yield what ``crossing`` gives for one cut after the other, in one pass."""
     begin: dict[int, list[int]] = {}
     for number, value in enumerate(values):
         begin.setdefault(max(value.producer, 0), []).append(number)
@@ -584,7 +587,7 @@ def _refusal(recorder: ProbeRecorder, record: Probe, cut: int, alive: Sequence[i
     for number in alive:
         if record.values[number].refused:
             return record.values[number].refused
-    for number, writer in recorder.unseen.items():
+    for number, writer in recorder.untracked_values.items():
         name, producer = record.values[number].name, record.values[number].producer
         if producer <= cut < writer:
             return (

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+import weakref
+from typing import Any
 
 import torch
 from torch import nn
 
 from .aliases import Groups
 from .dataflow import Probe
+from .guards import traced_state
 from .layers import Traced
+from .meta_model import on_meta
 
 SHOWN = 12  # names of a list that has more are its first and last ones
 
@@ -20,7 +24,10 @@ class LayerGraph:
     """A recorded model: its two runs, the probe of each at the example's shape, the copy they ran on.
 
     ``shared``: in the train and in the eval run the tensors that share memory, with the layers that need
-    them: all on one stage. ``written``: the buffers that a forward in train mode writes to."""
+    them: all on one stage. ``written``: the buffers that a forward in train mode writes to. ``model``: the
+    one that was traced; ``state``: all that the trace could read of it.
+
+    A plan carries it to the ``Pipeline`` of its process, without memory; the plan's JSON does not have it."""
 
     train: Traced
     eval: Traced
@@ -32,21 +39,36 @@ class LayerGraph:
     shared: tuple[Groups, Groups]
     autocast: torch.dtype | None
     written: frozenset[str]
+    model: weakref.ref[nn.Module]
+    state: tuple[Any, ...]
 
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of the layers, in the order in which they run."""
         return tuple(layer.name for layer in self.train.layers)
 
+    def without_memory(self) -> LayerGraph:
+        """Return the same graph around a copy of the model on the meta device."""
+        return dataclasses.replace(self, model_copy=on_meta(self.model_copy))
+
+    def fits(self, model: nn.Module) -> bool:
+        """Return whether ``model`` is the one that was traced, and nothing that a trace reads has changed."""
+        guards = (guard for traced in (self.train, self.eval) for guard in traced.guards)
+        return (
+            self.model() is model
+            and traced_state(model) == self.state
+            and not any(guard.difference() for guard in guards)
+        )
+
     def __str__(self) -> str:
-        """How it is called, what may be cut, what is one layer and why, what was left out, the layers."""
+        """A summary: its call, what may be cut, what is one layer and why, what was left out, the layers."""
         call, refused = self.train.call, self.train_probe.refused
         inputs = [
             f"{name} {'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}{' whole' * whole}"
             for name, x, whole in zip(call.names, self.example_inputs, call.whole, strict=True)
         ]
         reasons = {reason: self.layers[cut] for cut, reason in reversed(refused.items())}
-        said = {
+        sections = {
             "called with": inputs,
             "cuts": [
                 f"allowed behind {len(self.layers) - 1 - len(refused)} of {len(self.layers) - 1} layers"
@@ -59,7 +81,7 @@ class LayerGraph:
         }
         name = type(self.model_copy).__name__
         title = f"{name}: {len(self.layers)} layers, {len(self.eval.layers)} in eval mode"
-        rows = [_row(heading, text) for heading, texts in said.items() for text in texts]
+        rows = [_row(heading, text) for heading, texts in sections.items() for text in texts]
         return "\n".join([title, *rows])
 
 

@@ -1,4 +1,4 @@
-"""What a traced network is made of: its layers, the parts of the model they name, how one is run.
+"""Layers of a traced network, the parts of the model that they name, and how one is run.
 
 Probe, profile and stage all run layers by the same function, so what was proven on a copy holds for the real
 run."""
@@ -23,7 +23,7 @@ from ..device import CPU
 from .capture.call_spec import Call
 from .capture.capture import Recording
 from .capture.dynamic_shapes import Table, at_size, facts_of, flat, mapped, same_way
-from .capture.locations import where_of
+from .capture.nodes import where_of
 from .capture.values import plain
 
 _META = torch.device("meta")
@@ -34,13 +34,13 @@ _NOTHING = contextlib.nullcontext()
 class Layer:
     """One node of the recorded run; ``module`` is the dotted path it ran in.
 
-    ``lifted``: for every tied parameter of a module, (its name inside the module, the get_attr layer that
+    ``tied``: for every tied parameter of a module, (its name inside the module, the get_attr layer that
     reads it). ``holds``: whether it needs parameters or buffers that only its own stage has. ``moves``:
     whether its numbers follow the size of the micro-batch."""
 
     node: fx.Node
     module: str
-    lifted: tuple[tuple[str, fx.Node], ...] = ()
+    tied: tuple[tuple[str, fx.Node], ...] = ()
     holds: bool = False
     moves: bool = False
 
@@ -101,7 +101,7 @@ class Parts:
         if device == recorded:
             return self
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return Parts(self.modules, tensors, lambda told: device if told == recorded else told)
+        return Parts(self.modules, tensors, lambda named: device if named == recorded else named)
 
 
 def parts_of(
@@ -165,7 +165,7 @@ def call_of(
     *,
     samples: int,
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """What ``run_layer`` calls, with which arguments: whoever calls it is that much nearer to the layer."""
+    """Return the function that ``run_layer`` calls, and its arguments."""
     node = layer.node
     if node.op == "get_attr":
         return _itself, (parts.tensors[str(node.target)],), {}
@@ -186,7 +186,7 @@ def call_of(
     if node.op == "call_function":
         return node.target, args, kwargs  # type: ignore[return-value]
     module = parts.modules[str(node.target)]
-    foreign = {name: tied[source] for name, source in layer.lifted if source in tied} if tied else {}
+    foreign = {name: tied[source] for name, source in layer.tied if source in tied} if tied else {}
     if foreign:
         return functional_call, (module, foreign, tuple(args), kwargs), {}
     return module, args, kwargs
@@ -207,7 +207,7 @@ def check_result(layer: Layer, result: Any, samples: int) -> None:
         seen, found = at_size(node.meta["shape"], samples), tuple(result.shape)
     else:
         return
-    if seen != found and repr(seen) != repr(found):  # NaN is not unequal to itself here
+    if repr(seen) != repr(found):  # which tells 1 from True and 0.0 from -0.0, and NaN equals itself
         raise PlanError(
             f"forward read {_line(seen)} from {node.name}{where_of(node)} when it was recorded and goes on "
             f"from that, and now it is {_line(found)}; name the module around it in leaves=, or "
@@ -226,7 +226,7 @@ def _itself(item: Any) -> Any:
 
 
 def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:
-    """What the model returns, put together from the results in ``env``."""
+    """Put together what the model returns from the results in ``env``."""
     leaves: Any = map_arg(
         traced.output.args[0], lambda node: parts.tensors[str(node.target)] if is_local(node) else env[node]
     )

@@ -1,4 +1,4 @@
-"""What is taken as one layer beside torch's own modules: by request (``leaves=``), or because it was
+"""Leaves: one layer each beside torch's own modules, by request (``leaves=``), or because it was
 compiled.
 
 A leaf runs as it is, whatever it does inside; cuts are between leaves.
@@ -94,9 +94,9 @@ def _function(leaf: Leaf) -> Callable[..., Any] | None:
 
 def _unknown(leaf: object, paths: Mapping[str, nn.Module]) -> PlanError:
     known = [*dict.fromkeys(type(module).__name__ for module in paths.values()), *filter(None, paths)]
-    said = leaf if isinstance(leaf, str) else getattr(leaf, "__name__", repr(leaf))
-    near = difflib.get_close_matches(str(said), known, n=3) or known[1:6]
+    name = leaf if isinstance(leaf, str) else getattr(leaf, "__name__", repr(leaf))
+    near = difflib.get_close_matches(str(name), known, n=3) or known[1:6]
     return PlanError(
         f"leaves names classes and paths of the model's modules, or functions that are imported, found "
-        f"{said!r}; it has {', '.join(near)}"
+        f"{name!r}; it has {', '.join(near)}"
     )

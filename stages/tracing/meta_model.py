@@ -6,6 +6,7 @@ nobody could give values later."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import traceback
 from collections.abc import Iterator, Mapping
 
@@ -16,10 +17,9 @@ from ...compression.errors import PlanError
 from ..meta_watch import META, MetaWatch
 from ..places import home_of
 from .aliases import overlapping
-from .capture.locations import where_of
+from .capture.nodes import where_of
 from .capture.values import is_code_of_model
-from .object_snapshot import REGISTERED, walk
-from .verify import on_meta
+from .object_snapshot import REGISTERED, held_tensors, walk
 
 LOADED = "let it do without them, or load the model whole before it is traced (to_empty, load_state_dict)"
 
@@ -30,11 +30,23 @@ def has_meta(model: nn.Module) -> bool:
 
 
 def recorded_on(model: nn.Module) -> torch.device:
-    """Where ``model`` is recorded: the meta device if some of it has no values, else where it is."""
+    """Return where ``model`` is recorded: the meta device if some of it has no values, else where it is."""
     return META if has_meta(model) else home_of(model)
 
 
-def bare(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose tensors have no memory, registered or not."""
+    known: dict[int, torch.Tensor] = {}
+    for tensor in held_tensors(model):
+        if type(tensor) in (nn.Parameter, torch.Tensor):
+            without = tensor.detach().to("meta")
+            known[id(tensor)] = (
+                nn.Parameter(without, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else without
+            )
+    return copy.deepcopy(model, known).to("meta")  # type: ignore[arg-type]
+
+
+def meta_model(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
     """A copy of ``model`` that has no values at all, to be recorded.
 
     Raises: PlanError: it holds what nobody could give values, or shall be cast by autocast."""
@@ -77,7 +89,7 @@ def bare(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
 
 @contextlib.contextmanager
 def recording_meta(model: nn.Module) -> Iterator[None]:
-    """The block in which ``model``, a ``bare`` one, is recorded: what forward makes has no values either.
+    """The block in which a ``meta_model`` is recorded: what its forward makes has no values either.
 
     Raises: PlanError: forward fails there, with the place that does."""
     try:
@@ -97,7 +109,7 @@ def needs_values(error: BaseException) -> bool:
 
 
 def without_values(model: nn.Module, error: BaseException) -> PlanError:
-    """What a forward is refused with that fails because tensors have no values."""
+    """Return the error for a forward that fails because tensors have no values."""
     where = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -107,9 +119,9 @@ def without_values(model: nn.Module, error: BaseException) -> PlanError:
     if where:
         frame, line = where[-1]
         found = f"{type(frame.f_locals.get('self', model)).__name__} ({frame.f_code.co_filename}:{line})"
-    said = str(error).partition("\n")[0].split(". ")[0].rstrip(".;!")
+    message = str(error).partition("\n")[0].split(". ")[0].rstrip(".;!")
     return PlanError(
-        f"a model on the meta device is recorded by shapes, and forward of {found} needs values: {said}; "
+        f"a model on the meta device is recorded by shapes, and forward of {found} needs values: {message}; "
         f"{LOADED}"
     )
 

@@ -1,4 +1,4 @@
-"""What a model holds, by path: plain values, containers, objects, tensors, in whatever module.
+"""Snapshot of a model by path: plain values, containers, objects, tensors, in whatever module.
 
 A forward may change any of it, and a person may between two steps; stages run what was traced, on other
 copies and on other ranks, so a change is found by comparing this before and after. Parts are found breadth
@@ -136,7 +136,7 @@ def _inside_function(function: types.FunctionType) -> Iterator[tuple[str, object
 
 
 def attributes_of(item: object) -> dict[str, object] | None:
-    """What an object holds under names, None where it is not to be looked into."""
+    """Return what an object holds under names, None where it is not to be looked into."""
     if isinstance(item, type | types.FunctionType) or (is_foreign(type(item)) and not _is_open(item)):
         return None
     held = dict(getattr(item, "__dict__", {}))
@@ -245,11 +245,12 @@ def held_tensors(root: nn.Module) -> list[torch.Tensor]:
 
 def change(was: Fact | None, now: Fact | None) -> str:
     """Two facts as people read them."""
-    told = _shown(was), _shown(now)
-    return f"{told[0]}, then {'another' if told[0] == told[1] else told[1]}"
+    before, after = describe(was), describe(now)
+    return f"{before}, then {'another' if before == after else after}"
 
 
-def _shown(fact: Fact | None) -> str:
+def describe(fact: Fact | None) -> str:
+    """Return a fact as people read it."""
     if fact is None:
         return "nothing"
     kind, rest = fact[0], fact[1:]
@@ -310,7 +311,7 @@ def _fact(item: object) -> Fact:
 
 
 def _buffer(item: object) -> int | None:
-    """What stands for the bytes of an array, of a value of ctypes and of all that hands out its memory."""
+    """Checksum of the bytes of an array, of a value of ctypes and of all that hands out its memory."""
     try:
         with memoryview(item) as memory:  # type: ignore[arg-type]
             return zlib.crc32(memory.tobytes())

@@ -28,11 +28,11 @@ from ..seeds import seeded
 from .capture.call_spec import resized
 from .capture.dynamic_shapes import Affine, affine_of, at_size
 from .dataflow import Probe, Value, probe
-from .first_call_state import refuse_written
 from .layer_graph import LayerGraph
 from .layers import Traced, casting, parts_of
 from .leaf_modules import as_written
-from .verify import on_meta
+from .meta_model import on_meta
+from .verify import refuse_written
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class Shapes:
             return self.real[mode]
         if (mode, key) not in self.known:
             try:
-                found = self._untold(mode, key) if self.differences[mode] else self._run(mode, key)
+                found = self._extrapolated(mode, key) if self.differences[mode] else self._run(mode, key)
             except PlanError:
                 raise
             except Exception as error:
@@ -146,7 +146,7 @@ class Shapes:
             self.known[mode, key] = dataclasses.replace(found, random=real.random, seeded=real.seeded)
         return self.known[mode, key]
 
-    def _untold(self, mode: str, key: _Key) -> Probe:
+    def _extrapolated(self, mode: str, key: _Key) -> Probe:
         """The record where the meta device cannot tell it."""
         reason = self.differences[mode]
         samples = self.traced[mode].call.samples_of(_bare(key))
@@ -232,7 +232,7 @@ class Shapes:
         )
 
     def _kind(self, mode: str, key: _Key) -> object:
-        """What a record holds for beside the number of samples: other sizes, dtypes, and the order of
+        """Conditions of a record beside the number of samples: other sizes, dtypes, and the order of
         strides."""
         return [
             (x.shape if whole else x.shape[1:], x.dtype, x.is_contiguous() or x.stride())
@@ -240,7 +240,7 @@ class Shapes:
         ]
 
     def _difference(self, mode: str) -> str:
-        """What the meta device gets wrong at the example's own size; "" if nothing."""
+        """Say what the meta device gets wrong at the example's own size; "" if nothing."""
         real = self.real[mode]
         try:
             meta = self._run(mode, self.example)

@@ -3,8 +3,7 @@ evaluates.
 
 What a model does is recorded from real eager runs (``capture``). Before anybody relies on the record it
 is run beside the model on other data, another size and moved weights: same outputs, gradients and
-buffers, bit for bit, or a refusal. Source: claims B1.1-1.4 of CN110032450B (layer vertices, data
-vertices, dependencies).
+buffers, bit for bit, or a refusal.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,20 +23,18 @@ from ...compression.errors import PlanError
 from ..device import CPU, device_of
 from ..meta_watch import META
 from ..seeds import seeded
-from .aliases import hidden, refuse_cuts, shared
+from .aliases import refuse_cuts, shared, unregistered_views
 from .capture.call_spec import Call, Example, fresh, other_data, resized
 from .capture.capture import Captured, Recording, capture, default_leaf
-from .capture.locations import path_of
+from .capture.nodes import path_of
 from .dataflow import Probe, probe
-from .first_call_state import run_eager
+from .guards import traced_state
 from .layer_graph import LayerGraph
-from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all
+from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all, tensor_at
 from .leaf_modules import Leaf, chosen_leaves, is_compiled
-from .meta_model import bare, recorded_on, recording_meta, refuse_valueless
-from .remembered import remember
-from .tied_parameters import lift_shared
+from .meta_model import meta_model, recorded_on, recording_meta, refuse_valueless
 from .unsupported import refuse_autocast, refuse_model, refuse_objects
-from .verify import Copied, observe, refuse_difference, undrawn
+from .verify import TraceCopy, observe, refuse_difference, run_eager, undrawn
 
 
 def trace(
@@ -81,7 +79,7 @@ def trace(
     modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
     home, known = recorded_on(model), model
     if home == META:
-        model = bare(model, autocast)
+        model = meta_model(model, autocast)
     example, place = tuple(x.to(home) for x in given), device_of(CPU if home == META else home)
     valueless = recording_meta(model) if home == META else contextlib.nullcontext()
     with (
@@ -91,8 +89,8 @@ def trace(
         casting(autocast, home),
         valueless,
     ):
-        apart = hidden(model)
-        ours, theirs = (tuple(Copied(model, apart) for _ in range(2)) for _ in range(2))
+        unregistered = unregistered_views(model)
+        ours, theirs = (tuple(TraceCopy(model, unregistered) for _ in range(2)) for _ in range(2))
         for copied in theirs:
             copied.root.eval()
         train, train_probe, written = _proven(ours, call, example, modules, functions)
@@ -112,7 +110,7 @@ def trace(
             "switch it off (use_cache=False) where nothing needs it",
             stacklevel=2,
         )
-    graph = LayerGraph(
+    return LayerGraph(
         train=train,
         eval=evaluation,
         train_probe=train_probe,
@@ -123,13 +121,13 @@ def trace(
         shared=groups,
         autocast=autocast,
         written=frozenset(written),
+        model=weakref.ref(known),
+        state=traced_state(known),
     )
-    remember(known, graph)
-    return graph
 
 
 def _proven(
-    copies: tuple[Copied, ...],
+    copies: tuple[TraceCopy, ...],
     call: Call,
     example: tuple[torch.Tensor, ...],
     modules: Mapping[str, str],
@@ -143,7 +141,7 @@ def _proven(
             beside: the record of the other mode, with the same tied parameters and modules that are one
             layer."""
     copied, eager = copies
-    tied = {str(node.target) for layer in beside.layers for _, node in layer.lifted} if beside else ()
+    tied = {str(node.target) for layer in beside.layers for _, node in layer.tied} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
         written, eager.clean = run_eager(root, call, example)
@@ -152,7 +150,7 @@ def _proven(
                 eager.root,
                 call,
                 example,
-                copies=eager.anew,
+                copies=eager.fresh_copy,
                 leaf=lambda path, module: path in modules or default_leaf(path, module),
                 functions=functions.values(),
                 written=written,
@@ -166,7 +164,7 @@ def _proven(
             other = resized(call, other, max(captured.sizes))
         for inputs in (example, other):
             copied.shift()
-            model_copy = eager.anew(shifted=True)
+            model_copy = eager.fresh_copy(shifted=True)
             expected = observe(lambda *x, model_copy=model_copy: call.run(model_copy, x), model_copy, inputs)
             found = observe(lambda *x: _repeated(traced, parts, x), root, inputs)
             refuse_difference(expected, found, mode=mode)
@@ -190,20 +188,19 @@ def _repeated(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> A
 
 
 def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection[str]) -> Traced:
-    """The recorded graph as layers: shared and ``tied`` parameters lifted, numbers that move written as
-    such."""
+    """The recorded graph as layers: shared and ``tied`` parameters are layers, moving numbers are rules."""
     graph = captured.graph
     for node, (args, kwargs, expect, shape) in captured.moving.items():
         node.args, node.kwargs = args, kwargs
         node.meta |= {k: v for k, v in (("expect", expect), ("shape", shape)) if v is not None}
     refuse_objects(graph)
-    lifted = lift_shared(root, graph, tied, captured.constants)
+    tied_names = add_tied_layers(root, graph, tied, captured.constants)
     layers = tuple(
         Layer(
             node=node,
             module=path_of(node),
-            lifted=tuple(lifted.get(node, ())),
-            holds=_holds(root, node, {name for name, _ in lifted.get(node, ())}),
+            tied=tuple(tied_names.get(node, ())),
+            holds=_holds(root, node, {name for name, _ in tied_names.get(node, ())}),
             moves=node in captured.moving,
         )
         for node in graph.nodes
@@ -221,13 +218,13 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
     )
 
 
-def _holds(root: nn.Module, node: fx.Node, lifted: Collection[str]) -> bool:
+def _holds(root: nn.Module, node: fx.Node, tied: Collection[str]) -> bool:
     """Whether a layer needs a part of the model that only its stage has: not what is tied or carried to
     it."""
     if node.op != "call_module":
         return node.op == "get_attr"
     module = root.get_submodule(str(node.target))
-    own = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(lifted)
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(tied)
     return bool(own) or any(True for _ in module.buffers())
 
 
@@ -237,3 +234,64 @@ def fingerprint(model: nn.Module) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
     return digest.hexdigest()
+
+
+def _parameter_uses(
+    root: nn.Module, graph: fx.Graph, constants: Mapping[str, torch.Tensor]
+) -> dict[int, list[tuple[fx.Node, str | None]]]:
+    """For every trained parameter the nodes that use it, and its name in their module (None: get_attr)."""
+    uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr" and not is_local(node):
+            uses.setdefault(id(tensor_at(root, str(node.target), constants)), []).append((node, None))
+        elif node.op == "call_module":
+            for name, parameter in root.get_submodule(node.target).named_parameters(remove_duplicate=False):
+                if parameter.requires_grad:
+                    uses.setdefault(id(parameter), []).append((node, name))
+    return uses
+
+
+def _refuse_segments(name: str, uses: Iterable[tuple[fx.Node, str | None]]) -> None:
+    """Refuse a parameter whose gradients the plain loop adds one after another: a reentrant checkpoint has a
+    backward of its own."""
+    users = [user for node, inside in uses for user in ((node,) if inside else node.users)]
+    if len({user.meta.get("segment", 0) for user in users}) > 1:
+        raise PlanError(
+            f"{name} is used in a torch.utils.checkpoint with use_reentrant=True and outside of it, so its "
+            "gradient is not added up at once; take use_reentrant=False"
+        )
+
+
+def add_tied_layers(
+    root: nn.Module, graph: fx.Graph, tied: Collection[str], constants: Mapping[str, torch.Tensor]
+) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
+    """Make one layer of every trained parameter that several nodes use (or ``tied`` names), before its first
+    user.
+
+    A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where
+    they are used and never travel: their get_attr nodes become local to each user."""
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not tensor_at(root, str(node.target), constants).requires_grad:
+            for user in list(node.users):
+                with graph.inserting_before(user):
+                    local = graph.get_attr(node.target)
+                local.meta["local"] = True
+                user.replace_input_with(node, local)
+            graph.erase_node(node)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    tied_names: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
+    for key, uses in _parameter_uses(root, graph, constants).items():
+        if key in names:
+            _refuse_segments(names[key], uses)
+        shared = key in names and (names[key] in tied or len({node for node, _ in uses}) > 1)
+        if not shared:
+            continue
+        with graph.inserting_before(uses[0][0]):
+            layer = graph.get_attr(names[key])
+        for node, name in uses:
+            if name is None:
+                node.replace_all_uses_with(layer)
+                graph.erase_node(node)
+            else:
+                tied_names.setdefault(node, []).append((name, layer))
+    return tied_names

@@ -1,4 +1,4 @@
-"""What is refused about a model before it is traced: each by the path of the module, with what to do instead.
+"""Refusals of a model before it is traced: each by the path of the module, with what to do instead.
 
 A copy of such a model, or its trace, would fail with words that do not say what is meant."""
 

@@ -14,7 +14,7 @@ from ..meta_watch import watching
 
 
 class Contents:
-    """What the memory of some tensors holds now; those on the meta device hold nothing, and of these a
+    """Copy of the memory of some tensors; those on the meta device hold nothing, and of these a
     ``MetaWatch`` knows the writes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -32,8 +32,8 @@ class Contents:
 
     def changed(self) -> set[int]:
         """The storages that hold other bytes by now; one that was freed or made longer has no others."""
-        told = set() if self._watch is None else set(self._watch.writes[self._mark :])
-        return told | {key for key, (now, then) in self._kept.items() if not _same(now, then)}
+        on_meta = set() if self._watch is None else set(self._watch.writes[self._mark :])
+        return on_meta | {key for key, (now, then) in self._kept.items() if not _same(now, then)}
 
 
 def _same(now: torch.UntypedStorage, then: torch.UntypedStorage) -> bool:

@@ -1,4 +1,4 @@
-"""Does a trace compute what the model computes? Outputs, gradients and buffers, compared bit for bit.
+"""Proof of a trace: outputs, gradients and buffers of the model and of its record, compared bit for bit.
 
 What recording cannot see is lost without a word; one comparison before training costs seconds, a wrong model
 costs weeks. It runs on a copy of the model in which every weight is moved a little, and put back: what
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -19,24 +19,13 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
-from ..meta_watch import tensors_in
+from ..meta_watch import tensors_in, watching
 from ..seeds import generators_of
 from .aliases import memory_of
-from .capture.call_spec import fresh
-from .object_snapshot import Facts, change, contents, held_tensors, tensors
+from .capture.call_spec import Call, fresh, other_data
+from .meta_model import needs_values, without_values
+from .object_snapshot import Facts, change, contents, tensors
 from .unsupported import refuse_resized
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose tensors have no memory, registered or not."""
-    known: dict[int, torch.Tensor] = {}
-    for tensor in held_tensors(model):
-        if type(tensor) in (nn.Parameter, torch.Tensor):
-            bare = tensor.detach().to("meta")
-            known[id(tensor)] = (
-                nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-            )
-    return copy.deepcopy(model, known).to("meta")  # type: ignore[arg-type]
 
 
 def move(weight: torch.Tensor) -> None:
@@ -45,14 +34,14 @@ def move(weight: torch.Tensor) -> None:
         memory_of(weight).mul_(1.0625).add_(0.0078125)
 
 
-class Copied:
+class TraceCopy:
     """``root`` is the copy, as it will train: modules keep their own flags, unless all stand in eval mode.
 
     ``clean``: a run leaves nothing behind in it that ``restore`` does not put back.
-    ``apart``: paths of tensors that lie in the memory of a trained parameter and are not registered: they
+    ``unregistered``: paths of tensors that lie in the memory of a trained parameter under no name: they
     change with every update, so they are moved like a weight."""
 
-    def __init__(self, model: nn.Module, apart: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, unregistered: Sequence[str]) -> None:
         try:
             self.root = copy.deepcopy(model)
         except Exception as error:
@@ -60,15 +49,15 @@ class Copied:
         if not self.root.training:
             self.root.train()
         self.clean = True
-        ours, theirs = (tensors(root) if apart else {} for root in (self.root, model))
+        ours, theirs = (tensors(root) if unregistered else {} for root in (self.root, model))
         named = (*model.named_parameters(), *model.named_buffers())
         copies = (*self.root.parameters(), *self.root.buffers())
         self.pairs = [
             *((name, ours, original) for ours, (name, original) in zip(copies, named, strict=True)),
-            *((name, ours[name], theirs[name]) for name in apart),
+            *((name, ours[name], theirs[name]) for name in unregistered),
         ]
 
-    def anew(self, *, shifted: bool = False) -> nn.Module:
+    def fresh_copy(self, *, shifted: bool = False) -> nn.Module:
         """A copy that has not run: this one, put back; or a copy of it, where a run leaves traces."""
         self.restore()
         if shifted:
@@ -107,12 +96,12 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def refuse_changes(
-    before: Facts, root: nn.Module, *, again: Callable[[], Any], settles: Callable[[], bool]
+    before: Facts, root: nn.Module, *, again: Callable[[], Any], harmless: Callable[[], bool]
 ) -> bool:
     """Refuse a forward that changed ``root`` beside its registered buffers since ``before``; whether nothing
     did.
 
-    ``again`` runs it once more: what only the first run changes may stay if it ``settles``."""
+    ``again`` runs it once more: what only the first run changes may stay if it is ``harmless``."""
     after = contents(root, running=True)
     held = {name for name, _ in root.named_buffers() if name in before}  # may be other tensors now
     changed = next((p for p in before | after if p not in held and before.get(p) != after.get(p)), None)
@@ -122,12 +111,12 @@ def refuse_changes(
     once = contents(root, running=True) == after
     weights = [path for path, fact in before.items() if issubclass(fact[0], nn.Parameter)]
     once = once and all(before[path] == after.get(path) for path in weights)
-    if once and settles():
+    if once and harmless():
         return False
     raise PlanError(
         f"a forward may write to registered buffers alone, found that it changes {changed} "
         f"({change(before.get(changed), after.get(changed))}){author(root, changed)}, which other stages, "
-        f"other ranks and the loss do not see; {_remedy(settled=once)}"
+        f"other ranks and the loss do not see; {_remedy(first_call_only=once)}"
     )
 
 
@@ -145,8 +134,8 @@ def author(root: nn.Module, path: str) -> str:
     )
 
 
-def _remedy(*, settled: bool) -> str:
-    if settled:
+def _remedy(*, first_call_only: bool) -> str:
+    if first_call_only:
         return "only the first run does so: call the model once, under torch.no_grad(), before it is traced"
     return (
         "return it from forward, write it into a registered buffer (copy_), or switch off the option that "
@@ -215,3 +204,81 @@ def refuse_difference(
                 "forward depends on something that recording does not see (a global, a closure, a counter); "
                 "name the module around it in leaves="
             )
+
+
+def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> tuple[set[str], bool]:
+    """Run a copy of ``root``: the buffers and frozen parameters that a forward writes to, and whether it
+    leaves nothing else behind, no other buffer either.
+
+    Raises: PlanError: it does not run, or changes the model beside these every time."""
+    eager, original = copy.deepcopy(root), dict(root.named_parameters())
+    parameters = [(name, p, p.untyped_storage()._cdata) for name, p in eager.named_parameters()]
+    buffers, cold = dict(eager.named_buffers()), dict(root.named_buffers())
+    before, watch = contents(eager, running=True), watching()
+    run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
+    try:
+        observe(run, eager, inputs)
+    except PlanError:
+        raise
+    except Exception as error:
+        if watch and needs_values(error):
+            raise without_values(eager, error) from error
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        raise PlanError(
+            f"the model does not run on inputs of shape {shapes}: {error}; give another example"
+        ) from error
+    moved = {name for name, p, place in parameters if p.untyped_storage()._cdata != place}
+    filled = {name for name, p, _ in parameters if not same_bits(p, original[name])}
+    filled |= {name for name, _, place in parameters if watch and place in watch.writes}
+    refuse_written(eager, moved, filled)
+    clean = refuse_changes(
+        before,
+        eager,
+        again=lambda: observe(run, eager, inputs),
+        # Without values nobody can tell what the first run made from the first batch.
+        harmless=lambda: (
+            not watch
+            and same_after_first_call(eager, copy.deepcopy(root), call.run, other_data(call, inputs))
+        ),
+    )
+    held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
+    replaced = {name for name, buffer in held.items() if buffer is not buffers[name]}
+    written = {name for name, buffer in held.items() if not same_bits(buffer, cold[name])}
+    if watch:
+        written |= {name for name, b in buffers.items() if b.untyped_storage()._cdata in watch.writes}
+    return replaced | written | filled, clean and not replaced
+
+
+def refuse_written(root: nn.Module, moved: Collection[str], filled: Collection[str]) -> None:
+    """Refuse a forward that gives a parameter other memory, or writes to one that is trained.
+
+    Raises: PlanError: it does, with where."""
+    for name, parameter in root.named_parameters():
+        if name in moved or (name in filled and parameter.requires_grad):
+            raise PlanError(
+                "a forward may write to buffers, and in place to parameters with requires_grad=False, found "
+                f"that it writes to {name}{author(root, name)}; write to one of these, or between steps"
+            )
+
+
+def same_after_first_call(
+    warm: nn.Module,
+    cold: nn.Module,
+    run: Callable[[nn.Module, Sequence[torch.Tensor]], Any],
+    inputs: Sequence[torch.Tensor],
+) -> bool:
+    """Whether ``warm``, which has run, computes what ``cold`` computes, which has not; both are written to.
+
+    Between two evaluations a model trains, so a copy that evaluates is put into train mode once, and back."""
+    if not warm.training:
+        warm.train().eval()
+    theirs, ours = dict(warm.named_buffers()), dict(cold.named_buffers())
+    if list(theirs) != list(ours) or any(theirs[name].shape != ours[name].shape for name in ours):
+        return False
+    with torch.no_grad():
+        for name, buffer in ours.items():
+            theirs[name].copy_(buffer)
+        for parameter in (*warm.parameters(), *cold.parameters()):
+            move(parameter)
+    found = [observe(lambda *x, m=model: run(m, x), model, inputs) for model in (warm, cold)]
+    return list(found[0]) == list(found[1]) and all(map(same_bits, *(seen.values() for seen in found)))

@@ -2,8 +2,7 @@
 
 A policy is a version rule (a row of ``POLICIES``), a predictor or none, and a tier where idle versions wait.
 The rows say which schedule they suit as well, so nothing here imports torch: what does not fit is refused
-before anybody waits for it. ``versions.py`` and ``stashing.py`` do what a policy says.
-Source: claims A4 and A5 of CN115016937A (a node keeps several versions of the weights)."""
+before anybody waits for it. ``versions.py`` and ``stashing.py`` do what a policy says."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ STREAM = "async_1f1b"  # no flush: every micro-batch is an update of its own
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRule:
-    """Which version a forward and its backward run with, as a closed form over the order of a schedule.
+    """Version that a forward and its backward run with, as a closed form over the order of a schedule.
 
     Micro-batch u (batch u, if ``per_batch``) runs with the weights after max(0, u - ``delay``) updates.
 
@@ -37,7 +36,7 @@ class VersionRule:
         return self.delay(stage, stages) if self.delay else 0
 
     def version(self, update: int, stage: int, stages: int) -> int:
-        """How many updates the weights have seen with which micro-batch or batch number ``update`` runs."""
+        """Number of updates in the weights with which micro-batch or batch number ``update`` runs."""
         return max(0, update - self.old_versions(stage, stages))
 
 
@@ -57,7 +56,7 @@ POLICIES: dict[str, VersionRule] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPolicy:
-    """What a stage does with its weights.
+    """Rule for the weights of a stage.
 
     ``rule`` is None under schedules with a flush, where no update comes between a forward and its backward;
     ``prediction``: forwards run with the weights as they are expected to be at the backward; ``tier``: where

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ...compression.errors import StageError
 from ..memory.stores import UNLIMITED, StoreOptions, open_store
-from .idle import Version, copy_of
 from .policies import VersionRule, WeightPolicy
-from .versions import NoStashing, WeightVersions
+from .versions import NoStashing, Version, WeightVersions, copy_of
 
 
 def versions_of(
@@ -28,7 +27,7 @@ def versions_of(
     num_stages: int,
     options: StoreOptions = UNLIMITED,
 ) -> WeightVersions:
-    """What does as ``policy`` says with the parameters that ``stage`` of ``num_stages`` owns.
+    """Return the versions that ``policy`` asks for of the parameters that ``stage`` of ``num_stages`` owns.
 
     Args:    options: what the store of versions that wait is opened with.
     Raises:  PlanError: parameters of which there are versions share their memory."""

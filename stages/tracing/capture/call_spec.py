@@ -1,4 +1,4 @@
-"""How a model is called: its example as a flat list of tensors, and back to arguments.
+"""Call of a model: its example as a flat list of tensors, and back to arguments.
 
 Everything below ``trace`` passes tensors by position; people pass a tuple, or a dict by name, with flags and
 None between them.

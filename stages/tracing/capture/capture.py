@@ -16,13 +16,12 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
+from ....compression.errors import PlanError
 from .call_spec import Call, fresh, other_data, resized
 from .dynamic_shapes import Different, moving, refuse_data, same_way
-from .locations import around, unrepeatable
-from .nodes import Unrecordable
-from .reads import Outside, Read
+from .nodes import Unrecordable, path_of, where_of
+from .reads import CodeReads, Guard
 from .recorder import Recorder, flattened
-from .returned_numbers import carry, hold
 
 _MOST_LEAVES = 64
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -31,7 +30,7 @@ _OF_BLOCKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What is known of a recorded run beside its nodes.
+    """Facts of a recorded run beside its nodes.
 
     ``spec`` puts the model's outputs together from the flat list that the graph returns. ``constants`` are
     the tensors that came from outside the run, by the name that they were given. ``fixed``: why the run holds
@@ -39,7 +38,7 @@ class Recording:
     at which the model was seen to go this way; ``again`` records a copy of the model anew, with the same
     leaves; ``leaves``: what is one layer beside the modules of torch.nn, and why; ``dropped``: outputs that
     are left out; ``reads`` is what the run itself read, outside of its layers (``Reads.found``): what nobody
-    read may change; ``outside``: what its code read of files and functions around it."""
+    read may change; ``guards``: what its code read of files and functions around it."""
 
     spec: TreeSpec
     constants: Mapping[str, torch.Tensor]
@@ -49,7 +48,7 @@ class Recording:
     dropped: tuple[str, ...]
     again: Callable[..., fx.Graph]
     reads: frozenset[tuple[str, str]]
-    outside: tuple[Read, ...]
+    guards: tuple[Guard, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ def capture(
     layer.
     """
     runs = _Runs(call, leaf, functions, written)
-    recorder, spec, dropped, outside = runs.settle(model, copies, example)
+    recorder, spec, dropped, code_reads = runs.record(model, copies, example)
     samples = call.samples_of(example)
     sizes = (samples + 1, 2 * samples + 1)
     moves, fixed = _sizes(recorder.graph, lambda inputs: runs.again(copies(), inputs), call, example, sizes)
@@ -106,12 +105,12 @@ def capture(
         dropped=dropped,
         again=runs.again,
         reads=frozenset(recorder.reads.found),
-        outside=outside.reads(),
+        guards=code_reads.guards(),
     )
 
 
 class _Runs:
-    """What the runs of one model share: which modules are one layer, and whether told numbers are held.
+    """State that the runs of one model share: which modules are one layer.
 
     A graph keeps it for later runs, so no model stands in here."""
 
@@ -125,7 +124,6 @@ class _Runs:
         self.call, self.leaf, self.functions, self.written = call, leaf, functions, written
         self.chosen: dict[str, str] = {}
         self.kinds: dict[type, str] = {}
-        self.held = False
 
     def is_leaf(self, path: str, module: nn.Module) -> bool:
         """Whether a module is one layer, by somebody's choice or because of what it does."""
@@ -144,30 +142,25 @@ class _Runs:
         """One more run, of ``model_copy`` on ``inputs``."""
         recorder = self.recorder(model_copy, **options)
         _recorded(recorder, model_copy, self.call, inputs)
-        if self.held:
-            hold(recorder.graph)
         return recorder.graph
 
-    def settle(
+    def record(
         self, model: nn.Module, copies: Callable[..., nn.Module], example: Sequence[torch.Tensor]
-    ) -> tuple[Recorder, TreeSpec, tuple[str, ...], Outside]:
+    ) -> tuple[Recorder, TreeSpec, tuple[str, ...], CodeReads]:
         """Run until two runs on different data and weights are the same calls, with one module more as one
         layer each time they are not."""
         while True:
-            model_copy, outside, self.held = copies(), Outside(model), False
+            model_copy, code_reads = copies(), CodeReads(model)
             recorder = self.recorder(model_copy, notes=True)
             try:
-                with outside.watching(lambda recorder=recorder: recorder.quiet):
+                with code_reads.watching(lambda recorder=recorder: recorder.quiet):
                     spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
-                self.held = recorder.altering.count > 0 and not _carries(
-                    recorder, lambda way: self.again(copies(), fresh(example), way=way)
-                )
                 other = self.again(copies(shifted=True), other_data(self.call, example))
                 refuse_data(recorder.graph, other, self.call.samples_of(example))
             except (Different, Unrecordable) as failure:
                 self._choose(model, failure)
             else:
-                return recorder, spec, dropped, outside
+                return recorder, spec, dropped, code_reads
 
     def _choose(self, model: nn.Module, failure: Different | Unrecordable) -> None:
         path = around(model, failure)
@@ -176,16 +169,6 @@ class _Runs:
         self.chosen[path] = failure.what
         if not isinstance(model.get_submodule(path), _CONTAINERS):
             self.kinds[type(model.get_submodule(path))] = path
-
-
-def _carries(recorder: Recorder, other: Callable[[int], fx.Graph]) -> bool:
-    """Whether the numbers that layers told travel from node to node; else they are held to what they were."""
-    with contextlib.suppress(Exception):  # whatever a run with other numbers fails with, it went on from them
-        if not recorder.altering.used:
-            carry(recorder.graph, [other(way) for way in (0, 1)])
-            return True
-    hold(recorder.graph)
-    return False
 
 
 def _recorded(
@@ -209,7 +192,7 @@ def _sizes(
     example: Sequence[torch.Tensor],
     sizes: tuple[int, ...],
 ) -> tuple[dict[fx.Node, Any], str]:
-    """What moves with the number of samples, and why the graph is bound to the example's, if it is."""
+    """Return what moves with the number of samples, and why the graph is bound to the example's, if it is."""
     samples = call.samples_of(example)
     others: dict[int, fx.Graph] = {}
     for size in sizes:
@@ -227,4 +210,37 @@ def default_leaf(path: str, module: nn.Module) -> bool:
     """Modules of torch.nn are one layer each; containers, and what is a list of blocks, are not."""
     return type(module).__module__.startswith("torch.nn") and not isinstance(
         module, (*_CONTAINERS, *_OF_BLOCKS)
+    )
+
+
+def around(model: nn.Module, failure: Different | Unrecordable) -> str:
+    """The path of the smallest module around what failed, "" for the model itself."""
+    if isinstance(failure, Unrecordable):
+        return failure.path
+    paths = [_around_node(node) for node in (failure.node, failure.other or failure.node)]
+    common = []
+    for ours, theirs in zip(*paths, strict=False):
+        if ours != theirs:
+            break
+        common.append(ours)
+    while common and isinstance(model.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
+        common.pop()  # nobody calls these
+    return ".".join(common)
+
+
+def _around_node(node: fx.Node) -> list[str]:
+    path = path_of(node).split(".")
+    return path[:-1] if node.op == "call_module" else path  # a layer as a whole is not smaller for being one
+
+
+def unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanError:
+    """Return the error for a model that no layer can be made of."""
+    if isinstance(failure, Unrecordable):
+        found, where = failure.what, f" ({failure.where})" if failure.where else ""
+    else:
+        found, where = f"it goes another way with other data: {failure.what}", where_of(failure.node)
+    return PlanError(
+        f"forward of {type(model).__name__} itself must be the same calls every time, found that "
+        f"{found}{where}; put that part into a module of its own, which then is one layer; where the code "
+        "is not yours, in a subclass that overrides the method"
     )

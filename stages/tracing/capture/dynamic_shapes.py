@@ -29,7 +29,7 @@ class Affine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """What a number was at the sizes that were recorded."""
+    """Values of a number at the sizes that were recorded."""
 
     values: dict[int, int]
 
@@ -137,7 +137,7 @@ def _rule(
     samples: int,
     twins: Mapping[int, Mapping[fx.Node, fx.Node]],
 ) -> Any:
-    """What stands for ``ours``, a part of the facts of ``node``, at every size; ``theirs``: what its twins
+    """Return the rule for ``ours``, a part of the facts of ``node``, at any size; ``theirs``: what its twins
     have there."""
 
     def different(its: Any) -> Different:
@@ -146,8 +146,7 @@ def _rule(
 
     for size, its in theirs.items():
         if isinstance(ours, fx.Node):
-            handed = "told" in ours.meta and not isinstance(its, fx.Node)  # a number, whatever it is now
-            if twins[size].get(ours) is not its and not handed:
+            if twins[size].get(ours) is not its:
                 raise different(its)
         elif type(its) is not type(ours) or (isinstance(ours, Opens) and its != ours):
             raise different(its)
@@ -209,7 +208,7 @@ def same_way(
 def _follows(rule: Any, found: Any, samples: int) -> bool:
     """Whether a part of the facts of a run is what the rule gives; a table learns what it is."""
     if isinstance(rule, fx.Node):
-        return isinstance(found, fx.Node) or "told" in rule.meta
+        return isinstance(found, fx.Node)
     if isinstance(rule, Table) and type(found) is int:
         rule.values[samples] = found
     if isinstance(rule, Affine | Table):
@@ -221,12 +220,12 @@ def _follows(rule: Any, found: Any, samples: int) -> bool:
 
 
 def facts_of(node: fx.Node) -> tuple[Any, ...]:
-    """What a node does with its numbers: args, kwargs, and what it checks."""
+    """Return what a node does with its numbers: args, kwargs, and what it checks."""
     return node.args, node.kwargs, node.meta.get("expect"), node.meta.get("shape")
 
 
 def called(target: Any) -> Any:
-    """What a node calls, as far as two runs share it: a function made anew in each (a partial) counts by
+    """Return what a node calls, as far as two runs share it: a function made in each (a partial) counts by
     name."""
     return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__qualname__)
 

@@ -19,7 +19,6 @@ from ...autocast import autocast, autocast_state
 from ...meta_watch import tensors_in
 from ...places import home_of
 from ...seeds import generators_of
-from .returned_numbers import plain_number, plain_numbers
 from .values import items_of, line_of_model, rebuilt
 
 
@@ -92,7 +91,7 @@ class Nodes:
         self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
 
-    def is_away(self) -> bool:
+    def is_unrecorded(self) -> bool:
         """Whether what runs is not recorded: a layer from within, or what another thread does."""
         return bool(self.quiet) or threading.get_ident() != self.thread
 
@@ -120,10 +119,10 @@ class Nodes:
         if isinstance(item, torch.Tensor):
             return self.node_of(item)
         if tree_is_leaf(item):
-            return plain_number(item)
+            return item
         leaves, spec = tree_flatten(item)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return plain_numbers(item)
+            return item
         given: tuple[Any, ...] = (spec, *map(self.named, leaves))
         return self.tag(self.graph.call_function(rebuilt, given), None)
 
@@ -136,7 +135,7 @@ class Nodes:
         """That node, or one that reads a tensor of the model or a constant."""
         node = self.known(tensor)
         if node is None:
-            self.refuse_unseen(tensor)
+            self.refuse_unrecorded(tensor)
             name = self.names.get(id(tensor))
             if name is None:
                 name = f"_constant_{len(self.constants)}"
@@ -146,7 +145,7 @@ class Nodes:
             self._bind(tensor, node)
         return node
 
-    def refuse_unseen(self, item: Any) -> None:
+    def refuse_unrecorded(self, item: Any) -> None:
         """Raise Unrecordable for a tensor with a gradient that no node made."""
         for tensor in tree_leaves(item):
             if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
@@ -208,3 +207,15 @@ class Nodes:
             if tensors_in(item):
                 picked = self.graph.call_function(pick, (node, key))
                 self._spread(self.tag(picked, None), item)
+
+
+def path_of(node: fx.Node) -> str:
+    """Dotted path of the module in which a node ran."""
+    stack = node.meta.get("nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def where_of(node: fx.Node) -> str:
+    """Module path, file and line of a node, as far as they are known, for a sentence."""
+    path, where = path_of(node), node.meta.get("where")
+    return (f" in module {path}" if path else "") + (f" ({where})" if where else "")

@@ -1,4 +1,4 @@
-"""What torch's dispatch does not show, exchanged while a run is recorded, and put back while a layer runs.
+"""Patches for what torch's dispatch does not show: on while a run is recorded, off while a layer runs.
 
 A layer runs as it will run later: with torch's own functions and with no mode around it, so that compiled
 pieces compile what they would, and modules that ask whether anybody watches take the path that they always
@@ -73,14 +73,14 @@ def is_single(module: nn.Module) -> bool:
 
 
 def overridden(tensors: Iterable[Any]) -> bool:
-    """What torch.overrides.has_torch_function says where nobody records: is one of them of a kind of its
+    """Return what torch.overrides.has_torch_function says where nobody records: is one of a kind of its
     own?"""
     plain = (torch.Tensor, torch.nn.Parameter)
     return any(type(t) not in plain and hasattr(type(t), "__torch_function__") for t in tensors)
 
 
 def at_once(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
-    """What a reentrant checkpoint computes, without dropping and computing it again."""
+    """Run what a reentrant checkpoint computes, without dropping and computing it again."""
     graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
         return run(*args)
@@ -99,7 +99,7 @@ Place = tuple[dict[str, Any], str, Callable[..., Any]]
 
 
 def wrapped() -> list[Place]:
-    """Where functions stand that are marked with ``torch.fx.wrap``."""
+    """Return the places of functions that are marked with ``torch.fx.wrap``."""
     marked = _symbolic_trace._wrapped_fns_to_patch.items()
     return [(frame, name, frame[name]) for (_, name), frame in marked if callable(frame.get(name))]
 

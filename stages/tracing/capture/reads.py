@@ -1,4 +1,4 @@
-"""What a run reads outside of its layers: attributes of modules, whether tensors are trained, and what the
+"""Reads of a run outside of its layers: attributes of modules, whether tensors are trained, and what the
 code of a model reads from outside of it (globals of its files and what hangs on them, variables of
 functions around, methods of its classes).
 
@@ -10,20 +10,22 @@ theirs does not count.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import dis
+import enum
 import gc
 import itertools
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ....compression.errors import PlanError
-from ..object_snapshot import Facts, Same, contents, is_plain, walk, written_kinds
+from ..object_snapshot import Facts, Same, contents, describe, is_plain, walk, written_kinds
 from .values import asking, is_code_of_model, is_our_code
 
 ALL = "__dict__"
@@ -44,7 +46,7 @@ class Reads:
         self.quiet, self.found = quiet, set[tuple[str, str]]()
 
     def reader(self) -> Callable[[nn.Module, str], Any]:
-        """What stands for ``nn.Module.__getattribute__`` while reads are noted."""
+        """Return a ``nn.Module.__getattribute__`` that notes reads."""
         paths, quiet, note, plain = self.paths, self.quiet, self.found.add, nn.Module.__getattribute__
 
         def read(module: nn.Module, name: str) -> Any:
@@ -72,33 +74,92 @@ class Reads:
             )
 
 
-_MOST = 1024  # values in a container or object that are compared; larger ones are data, not settings
+MOST_COMPARED = 1024  # values in a container or object that are compared; larger ones are data, not settings
 _CODE = (types.FunctionType, types.ModuleType, nn.Module)  # each is itself alone
 _OF_ENVIRONMENT = type(os.environ).__getitem__.__code__
-GONE = object()
+ABSENT = enum.Enum("Absence", ["ABSENT"]).ABSENT
+DROPPED = object()
+"""Read of a module that no longer exists: such a guard holds."""
 
 
-class Read(NamedTuple):
-    """A name that code read: where it stands, how it is read again, and what it was; ``facts`` tell values,
-    arrays, tensors, objects and containers of them apart, None for what is itself alone."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guard:
+    """A place that can be read again, and what it was: ``facts`` where it can change inside, else ``value``.
+
+    ``look`` tells the facts of an object, None where it is itself alone. ``name`` and ``where`` (file and
+    line of the code that read it) are for a sentence."""
 
     name: str
     where: str
     read: Callable[[], Any]
+    look: Callable[[Any], Facts | None]
     value: Any
     facts: Facts | None
 
-    def changed(self) -> bool:
-        """Whether another reader would find something else there now."""
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        read: Callable[[], Any],
+        look: Callable[[Any], Facts | None] = lambda _: None,
+        *,
+        where: str = "",
+        known: dict[int, Facts | None] | None = None,
+    ) -> Guard:
+        """Return a guard on what is there now; equal objects share the facts in ``known``, by their id."""
+        value, facts = read(), None
+        if not is_plain(value):
+            facts = look(value) if known is None or id(value) not in known else known[id(value)]
+            if known is not None:
+                known[id(value)] = facts
+        return cls(name, where, read, look, value if facts is None else None, facts)
+
+    def difference(self, known: dict[int, Facts] | None = None) -> tuple[str, str, str] | None:
+        """Return the name of what has changed, what it was and what it is, as text; None where nothing has.
+
+        Args:    known: objects (by their id) whose facts were found to hold in this check."""
         now = self.read()
-        if now is self.value and (self.facts is None or is_plain(now)):
-            return False
-        if type(now) is not type(self.value) or self.facts is None:
-            return True
-        return contents(now, enters=_data()) != self.facts
+        if now is DROPPED or (self.facts is None and now is self.value):
+            return None
+        known = {} if known is None else known
+        if self.facts is None:
+            if same_to_readers(self.value, now):
+                return None
+            was, found = shown(self.value), shown(now)
+            return self.name, was, f"another {type(now).__name__}" if was == found else found
+        if known.get(id(now)) is self.facts:
+            return None
+        facts = {} if now is ABSENT else self.look(now) or {"": (type(now),)}
+        change = changed_fact(self.facts, facts, self.name)
+        if change is None:
+            known[id(now)] = self.facts
+        return change
 
 
-class Outside:
+def same_to_readers(old: object, new: object) -> bool:
+    """Return whether any reader takes both for the same: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    return old is new or (
+        type(old) is type(new) and is_plain(old) and is_plain(new) and repr(old) == repr(new)
+    )
+
+
+def changed_fact(before: Facts, after: Facts, name: str = "") -> tuple[str, str, str] | None:
+    """Return path, old and new text of the first fact below ``name`` that has changed."""
+    path = next((path for path in before | after if before.get(path) != after.get(path)), None)
+    if path is None:
+        return None
+    was, now = describe(before.get(path)), describe(after.get(path))
+    step = "." if name and path and path[0] not in "[." else ""
+    return f"{name}{step}{path}", was, f"another {now.removeprefix('a ')}" if was == now else now
+
+
+def shown(value: object) -> str:
+    """Return a value as a sentence names it."""
+    text = "absent" if value is ABSENT else repr(value)
+    return text if len(text) < 40 and is_plain(value) else f"a {type(value).__name__}"
+
+
+class CodeReads:
     """Watches which code runs while a model is called."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -130,51 +191,50 @@ class Outside:
             if collects:
                 gc.enable()
 
-    def reads(self) -> tuple[Read, ...]:
-        """What that code reads, as it is now: after the run, which may have made some of it."""
-        found: dict[Any, Read] = {}
+    def guards(self) -> tuple[Guard, ...]:
+        """Guards on what that code reads, as it is now: after the run, which may have made some of it."""
+        found: dict[Any, Guard] = {}
         own = {code: held for code, held in self.ran.items() if is_code_of_model(code.co_filename)}
         for code, held in own.items():
             for chain in _chains_of(code):
-                read = _read(".".join(chain), code, lambda h=held, c=chain: _follow(h, c))
-                if read.value is not GONE:
-                    found[id(held), chain] = read
+                guard = _guard(".".join(chain), code, lambda h=held, c=chain: _follow(h, c))
+                if guard.value is not ABSENT:
+                    found[id(held), chain] = guard
         for kind in self.kinds:
             for name in dir(kind):
                 part = getattr(kind, name, None)
                 code = getattr(part, "__code__", None)
                 if code in own and not name.startswith("__"):
-                    read = lambda k=kind, n=name: getattr(k, n, GONE)  # noqa: E731
-                    found[kind, name] = _read(f"{kind.__name__}.{name}", code, read)
+                    read = lambda k=kind, n=name: getattr(k, n, ABSENT)  # noqa: E731
+                    found[kind, name] = _guard(f"{kind.__name__}.{name}", code, read)
         for key, code in self.keys.items():
-            look = lambda k=key: os.environ.get(k, GONE)  # noqa: E731
-            found["environment", key] = _read(f"os.environ[{key!r}]", code, look)
-        waiting, met = [read.value for read in found.values()], set[int]()
+            look = lambda k=key: os.environ.get(k, ABSENT)  # noqa: E731
+            found["environment", key] = _guard(f"os.environ[{key!r}]", code, look)
+        waiting, met = [guard.value for guard in found.values()], set[int]()
         while waiting:
             part = waiting.pop()
             if isinstance(part, types.FunctionType) and part.__code__ in own and id(part) not in met:
                 met.add(id(part))
                 around = dict(_around(part))
                 found |= around
-                waiting += [read.value for read in around.values()]
-        return tuple(read for read in found.values() if not read.changed())  # what is made anew by reading
+                waiting += [guard.value for guard in around.values()]
+        return tuple(guard for guard in found.values() if not guard.difference())  # not made anew by reading
 
 
-def _around(function: types.FunctionType) -> Iterator[tuple[Any, Read]]:
+def _around(function: types.FunctionType) -> Iterator[tuple[Any, Guard]]:
     """The defaults of a function, and the variables of functions around it."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
-            yield (id(cell), name), _read(name, code, lambda c=cell: _content(c))
+            yield (id(cell), name), _guard(name, code, lambda c=cell: _content(c))
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name):
             read = lambda f=function, n=name: getattr(f, n)  # noqa: E731
-            yield (id(function), name), _read(f"{function.__name__}.{name}", code, read)
+            yield (id(function), name), _guard(f"{function.__name__}.{name}", code, read)
 
 
-def _read(name: str, code: types.CodeType, read: Callable[[], Any]) -> Read:
-    value = read()
-    return Read(name, f"{code.co_filename}:{code.co_firstlineno}", read, value, _facts(value))
+def _guard(name: str, code: types.CodeType, read: Callable[[], Any]) -> Guard:
+    return Guard.of(name, read, _facts, where=f"{code.co_filename}:{code.co_firstlineno}")
 
 
 def _chains_of(code: types.CodeType) -> set[tuple[str, ...]]:
@@ -194,17 +254,17 @@ def _chains_of(code: types.CodeType) -> set[tuple[str, ...]]:
 
 
 def _follow(held: Mapping[str, Any], chain: tuple[str, ...]) -> Any:
-    """The value at the end of a chain, GONE where there is none that can be had without running code."""
-    value = held.get(chain[0], GONE)
+    """The value at the end of a chain, ABSENT where there is none that can be had without running code."""
+    value = held.get(chain[0], ABSENT)
     for name in chain[1:]:
-        if value is GONE or isinstance(value, torch.Tensor | nn.Module | property):
-            return GONE
+        if value is ABSENT or isinstance(value, torch.Tensor | nn.Module | property):
+            return ABSENT
         if isinstance(getattr(type(value), name, None), property):
-            return GONE
+            return ABSENT
         try:
             value = getattr(value, name)
         except Exception:  # a lazy module, a slot without a value
-            return GONE
+            return ABSENT
     return getattr(value, "__func__", value) if isinstance(value, types.MethodType) else value
 
 
@@ -212,13 +272,13 @@ def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned
-        return GONE
+        return ABSENT
 
 
 def _facts(value: Any) -> Facts | None:
     if isinstance(value, (type, *_CODE)):  # what is read of these stands in chains of its own
         return None
-    if sum(1 for _ in itertools.islice(walk(value, enters=_data()), _MOST + 1)) > _MOST:
+    if sum(1 for _ in itertools.islice(walk(value, enters=_data()), MOST_COMPARED + 1)) > MOST_COMPARED:
         return None
     found = contents(value, enters=_data())
     return None if [*found.values()] == [(type(value), Same(value))] else found

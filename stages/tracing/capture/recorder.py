@@ -14,7 +14,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -41,8 +41,7 @@ from .patches import (
     wrapped,
 )
 from .reads import Reads
-from .returned_numbers import NUMBERS, Altering, numbers_in, plain_number, plain_numbers, replaced
-from .values import FACTS, SHAPE, node_name, plain
+from .values import FACTS, SHAPE, node_name, numbers_in, plain
 
 
 class Buffers:
@@ -128,7 +127,6 @@ class Recorder(Nodes, TorchFunctionMode):
         functions: Collection[Callable[..., Any]] = (),
         *,
         written: Collection[str] = (),
-        way: int | None = None,
         expects: Sequence[tuple[Any, Any]] = (),
         notes: bool = False,
     ) -> None:
@@ -136,8 +134,8 @@ class Recorder(Nodes, TorchFunctionMode):
         Nodes.__init__(self, model)
         self.leaf, self.functions = leaf, functions
         self.paths = {module: path for path, module in model.named_modules()}
-        self.reads, self.notes = Reads(self.paths, self.is_away), notes
-        self.altering, self.expects, self.patches = Altering(way), list(expects), Patches(())
+        self.reads, self.notes = Reads(self.paths, self.is_unrecorded), notes
+        self.expects, self.patches = list(expects), Patches(())
         self.buffers = Buffers(model, written)
 
     @contextlib.contextmanager
@@ -149,13 +147,13 @@ class Recorder(Nodes, TorchFunctionMode):
                 yield
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """What does not pass through torch's dispatch: modules, autograd Functions, scripted and wrapped
+        """Patches for what passes by torch's dispatch: modules, autograd Functions, scripted and wrapped
         ones."""
         apply, scripted = torch.autograd.Function.__dict__["apply"], torch.jit.ScriptFunction.__call__
 
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
             run = apply.__get__(None, function)
-            if function is CheckpointFunction and not self.is_away():
+            if function is CheckpointFunction and not self.is_unrecorded():
                 return self.in_segment(at_once, *args)
             return self.opaque("call_function", run, function.__name__, run, args, kwargs)
 
@@ -194,7 +192,7 @@ class Recorder(Nodes, TorchFunctionMode):
         return run
 
     def _module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.is_away():
+        if self.is_unrecorded():
             return call(module, *args, **kwargs)
         path = self.paths.get(module)
         self.stack.append((self.stack[-1][0] if path is None else path, type(module)))
@@ -203,7 +201,7 @@ class Recorder(Nodes, TorchFunctionMode):
                 run, name = functools.partial(call, module), path.replace(".", "_")
                 return self.opaque("call_module", path, name, run, args, kwargs, single=single)
             result = call(module, *args, **kwargs)
-            self.refuse_unseen(result)  # here, where it was made, not where it is used
+            self.refuse_unrecorded(result)  # here, where it was made, not where it is used
             return result
         finally:
             self.stack.pop()
@@ -230,20 +228,19 @@ class Recorder(Nodes, TorchFunctionMode):
         single: bool = False,
     ) -> Any:
         """Run something as one node, whatever it does inside."""
-        if self.is_away():
+        if self.is_unrecorded():
             return run(*args, **kwargs)
         self.quiet += 1
         try:
             for leaf in (target, *tree_leaves((args, kwargs))):
                 self._refuse_hidden(name, leaf)
             given = self.named((args, kwargs))
-            if self.altering.count:
-                args, kwargs = plain_numbers((args, kwargs))
             with contextlib.nullcontext() if single else self.patches.off(), paused(self):
                 result = run(*args, **kwargs)
             node = self.emit(op, target, given, result, name)
             node.meta["opaque"] = True
-            return self._told(node, result)
+            self._guard_numbers(node, result)
+            return result
         finally:
             self.quiet -= 1
 
@@ -259,24 +256,16 @@ class Recorder(Nodes, TorchFunctionMode):
                         f"{type(item).__name__}; hand it the tensors that it reads"
                     )
 
-    def _told(self, node: fx.Node, result: Any) -> Any:
-        """``result`` with the numbers in it as Python is to see them; each has a node that tells it."""
-        if type(result) in NUMBERS:
-            given = self.altering(result)
-            node.meta["told"] = plain_number(given)
-            return given
-        found = list(numbers_in(result))
-        if not found and not tensors_in(result):
-            if (value := plain(result)) is not None:
-                node.meta["expect"] = value
-        told: dict[tuple[Any, ...], Any] = {}
-        for path, number in found:
+    def _guard_numbers(self, node: fx.Node, result: Any) -> None:
+        """Hold the numbers that an opaque node returns to what they are: Python may go on from them."""
+        if not tensors_in(result) and (value := plain(result)) is not None:
+            node.meta["expect"] = value
+            return
+        for path, number in numbers_in(result):
             picked = node
             for key in path:
                 picked = self.tag(self.graph.call_function(operator.getitem, (picked, key)), None)
-            told[path] = self.altering(number)
-            picked.meta["told"] = plain_number(told[path])
-        return replaced(result, told) if found else result
+            picked.meta["expect"] = number
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -295,8 +284,6 @@ class Recorder(Nodes, TorchFunctionMode):
             raise self.unrecordable(f"a function is handed to {name}, which may read what it likes")
         given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
         states = states_of(self.generators)
-        if self.altering.count:
-            args, kwargs = cast("tuple[Any, dict[str, Any]]", plain_numbers((args, kwargs)))
         if self.expects and called(func) == called(self.expects[0][0]):  # nothing can be read of no memory
             result = self.expects.pop(0)[1]
         else:

@@ -19,7 +19,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArgumentPlace:
-    """Where tensor ``number`` of a call stands among its arguments."""
+    """Place of tensor ``number`` of a call among its arguments."""
 
     number: int
 

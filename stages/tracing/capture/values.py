@@ -1,4 +1,4 @@
-"""What a call of torch takes and gives, as a recording writes it: names, parts of results, what was read."""
+"""Values that a call of torch takes and gives, as a recording writes them: names, parts, what was read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
 
 
 def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
-    """How the parts of a result are picked, and by which key each."""
+    """Return the function that picks the parts of a result, and the key of each."""
     if isinstance(value, Mapping):
         return operator.getitem, list(value.items())
     if isinstance(value, tuple | list):
@@ -44,7 +44,7 @@ def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
 
 
 def plain(result: Any) -> Any:
-    """What was read of a tensor, as values that can be compared; None: nothing was."""
+    """Return what was read of a tensor, as values that can be compared; None: nothing was."""
     value = result.tolist() if hasattr(result, "tolist") else result
     return value if isinstance(value, bool | int | float | complex | str | list | tuple) else None
 
@@ -90,3 +90,15 @@ def line_of_model() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def numbers_in(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield keys and value of every number in nested tuples, lists and dicts."""
+    if type(item) in (bool, int, float):
+        yield path, item
+    elif type(item) in (tuple, list):
+        for i, one in enumerate(item):
+            yield from numbers_in(one, (*path, i))
+    elif type(item) is dict:
+        for key, one in item.items():
+            yield from numbers_in(one, (*path, key))

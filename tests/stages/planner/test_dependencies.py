@@ -9,8 +9,7 @@ from small_pipelines import model_of
 from torch import nn
 from zoo import build
 
-from penstock.stages.planner.dependencies import BACKWARD, FORWARD, KINDS, UPDATE, Compute
-from penstock.stages.planner.layer_dependencies import dependencies
+from penstock.stages.planner.dependencies import BACKWARD, FORWARD, KINDS, UPDATE, Compute, dependencies
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from zoo import ZOO, build
 import penstock
 from penstock import trace
 from penstock.stages.planner import measure as module
-from penstock.stages.planner.measure import parts_with_values
+from penstock.stages.planner.measure import parts_with_random_values
 from penstock.stages.planner.network_profile import KINDS, Profile
 from penstock.stages.planner.saved_tensors import zero_count
 
@@ -205,13 +205,13 @@ def test_one_layer_at_a_time_has_values(monkeypatch):
 
     def watched(*args):
         assert [one for one in alive if one() is not None] == []
-        parts = parts_with_values(*args)
+        parts = parts_with_random_values(*args)
         alive.extend(weakref.ref(p) for m in parts.modules.values() for p in m.parameters())
         most.append(sum(p.nbytes for m in parts.modules.values() for p in m.parameters()))
         assert all(not p.is_meta for m in parts.modules.values() for p in m.parameters())
         return parts
 
-    monkeypatch.setattr(module, "parts_with_values", watched)
+    monkeypatch.setattr(module, "parts_with_random_values", watched)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 4))
     example = (torch.randn(3, 8),)

@@ -8,8 +8,8 @@ from profiles import measured
 from torch import nn
 from zoo import build
 
+from penstock.stages.planner.dependencies import dependencies
 from penstock.stages.planner.graph_picture import MOST_BOXES, Arrow, draw, drawing, figure
-from penstock.stages.planner.layer_dependencies import dependencies
 
 
 @pytest.fixture(scope="module")

@@ -324,4 +324,4 @@ def test_a_layer_of_ones_own_that_begins_to_draw_is_seeded(change, seed, monkeyp
             change(plain, monkeypatch)
     monkeypatch.undo()
     pipe.step(*batch())
-    assert not pipe.engine.flags.moved
+    assert not pipe.engine.model_guards.moved

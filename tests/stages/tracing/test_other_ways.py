@@ -77,6 +77,7 @@ REFUSED = {
     "other strides": (lambda x: x * 2 if x.is_contiguous() else x * 3, numbers(4, 7).t(), X),
     "a number that is compared": (unless_none, numbers(7, 4) - 10, X),
     "a number above another": (above, numbers(7, 4) * 100, X),
+    "a number that is handed on": (lambda x: x * largest(x), numbers(7, 4) * 100, X),
     "a text": (lambda x: x * 2 if float(f"{x.detach().max():.1f}") > 5 else x, numbers(7, 4) * 100, X),
     "another library": (lambda x: x * 2 if numpy.from_dlpack(x.detach()).max() > 5 else x, numbers(7, 4), X),
 }
@@ -96,7 +97,6 @@ SAME = {
     "a dtype that nobody reads": (lambda x: x.float() * 2, numbers(7, 4).double(), X),
     "strides that nobody reads": (lambda x: x * 2, numbers(4, 7).t(), X),
     "many samples": (lambda x: x / len(x) + torch.ones(len(x), 1), numbers(31, 4), X),
-    "a number that is handed on": (lambda x: x * largest(x), numbers(7, 4) * 100, X),
     "an array": (lambda x: x * torch.tensor(numpy.ones(4, dtype=numpy.float32)), numbers(7, 4), X),
 }
 

@@ -7,9 +7,9 @@ from replay import version_of
 from torch import nn
 
 from penstock.stages.weights import stashing
-from penstock.stages.weights.idle import copy_of
 from penstock.stages.weights.policies import policy_named
 from penstock.stages.weights.stashing import versions_of
+from penstock.stages.weights.versions import copy_of
 
 NUM = BATCHES * MICRO_BATCHES
 
