@@ -6,6 +6,7 @@ has its type; a PlanError says where that does not hold.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -17,6 +18,17 @@ from ..compression.errors import PlanError
 
 IN_PROCESS = {"json": False}
 """Metadata of a field with the default None that an object has in this process alone: no part of its JSON."""
+
+
+def reduced(record: Any) -> tuple[Any, ...]:
+    """Return what a copied or pickled record is made from again: all fields but those of this process.
+
+    A frozen dataclass takes it as its ``__reduce__``.
+    """
+    kept = {
+        f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.metadata.get("json", True)
+    }
+    return functools.partial(type(record), **kept), ()
 
 
 def json_fields(record: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from ...compression.errors import PlanError
 from ..files import save_json
 from ..memory.byte_budget import NEAR
-from ..record import IN_PROCESS, json_fields, load_json, read
+from ..record import IN_PROCESS, json_fields, load_json, read, reduced
 from ..tracing.capture.signature import Signature
 from .memory_model import NEIGHBOURS
 
@@ -137,6 +137,9 @@ class Profile:
     intermediates: tuple[Intermediate, ...] = ()
     backward_reads: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduced(self)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""

@@ -16,7 +16,7 @@ from ...compression.errors import PlanError
 from ...compression.names import show_codec
 from ..files import save_json
 from ..memory.byte_budget import NAMES
-from ..record import IN_PROCESS, json_fields, load_json, read, shortened
+from ..record import IN_PROCESS, json_fields, load_json, read, reduced, shortened
 from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_count, show_rate, show_seconds
 from ..weights.policies import WeightPolicy, policy_named
@@ -122,6 +122,9 @@ class Plan(Placed):
     signature: Signature | None = dataclasses.field(default=None, compare=False)
     leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         layers = [layer for stage in self.stages for layer in stage.layers]

@@ -301,10 +301,7 @@ def serving(
         raise ConfigError(
             f"capacity={show_bytes(policy.capacity)} is less than a page of {show_bytes(page_bytes)}"
         )
-    core = Core(policy, Pages(num_pages, page_bytes))
-    with (
-        contextlib.closing(SharedMemory(num_pages * page_bytes)) as memory,
-        listening(path) as listener,
-        contextlib.closing(Broker(listener, core, memory, tell=tell)) as broker,
-    ):
-        yield broker
+    with contextlib.closing(SharedMemory(num_pages * page_bytes)) as memory, listening(path) as listener:
+        core = Core(policy, Pages(num_pages, page_bytes))  # once that memory is known to be there
+        with contextlib.closing(Broker(listener, core, memory, tell=tell)) as broker:
+            yield broker

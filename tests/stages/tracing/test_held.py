@@ -10,6 +10,7 @@ import gc
 import json
 import operator
 import os
+import pickle
 import pstats
 import sys
 import types
@@ -524,6 +525,8 @@ def test_a_plan_carries_the_graph_of_its_model_while_nothing_that_was_read_chang
     plan = penstock.partition(profile_of(net), cuts=["relu"], micro_batches=3)
     assert graph_of(net, plan, None) is plan.graph
     assert graph_of(copy.deepcopy(net), plan, None) is not plan.graph
+    assert (pickled := pickle.loads(pickle.dumps(plan))) == plan
+    assert pickled.graph is None, "it holds functions, and belongs to this process"
     assert graph_of(net, Plan.of_json(json.loads(json.dumps(plan.to_json())), "here"), None) is not plan.graph
     net.kept = 3.0
     assert graph_of(net, plan, None) is not plan.graph
