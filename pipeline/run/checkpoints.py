@@ -99,7 +99,7 @@ class Checkpoints:
             self._lead_on(self._saving)
 
     def _lead_on(self, saving: Saving) -> None:
-        """What the ranks do together once all of them have written."""
+        """Finish the checkpoint with all ranks, once all of them have written."""
         self._saving = None
         with self._telling():
             if not saving.agreed:
@@ -129,7 +129,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell what the disk refuses: once, until it takes one again."""
+        """Report what the disk refuses: once, until it takes one again."""
         try:
             yield
         except TransportError:

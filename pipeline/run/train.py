@@ -78,7 +78,6 @@ def train(
     console.begin(plan, folder.path)
 
     def start(config: TrainConfig, plan: Plan) -> None:
-        """Run ranks of our own."""
         with _traced(config):
             with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
                 told.tell(config, plan)
@@ -221,7 +220,7 @@ if __name__ == "__main__":
 
 @contextlib.contextmanager
 def _traced(config: TrainConfig, errors: Path | None = None) -> Iterator[None]:
-    """Leave the traceback of what fails inside in the folder ``errors``; None: ranks did, and the notes of
+    """Write the traceback of an error inside into the folder ``errors``; None: ranks did, and the notes of
     the error have it. With ``traceback=true`` print it."""
     try:
         yield
