@@ -1,4 +1,4 @@
-"""What Pipeline refuses before anything runs: each a PlanError that says the rule, what was found and the
+"""Refusals of Pipeline before anything runs: each a PlanError with the rule, what was found and the
 remedy."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Options:
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether a NaN in a gradient is a mistake: without a loss scale that looks for overflows itself."""
+        """True if a NaN in a gradient is a mistake: without a loss scale that looks for overflows itself."""
         return self.autocast is not torch.float16 and not scale_of(self.scaler).checks
 
 
@@ -148,7 +148,7 @@ def _said_of(error: Exception) -> str:
 
 
 def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scaler: object) -> None:
-    """What the update of the weights can do with the schedule and the weights of ``plan``."""
+    """Refuse an update of the weights that the schedule or the weights of ``plan`` rule out."""
     if scope not in SCOPES:
         raise PlanError(f"clip_scope is one of {', '.join(SCOPES)}, found {scope!r}; choose one of these")
     if clip is not None and scope == "global" and plan.schedule == STREAM:
@@ -165,7 +165,7 @@ def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scal
 
 
 def _sparse(model: nn.Module) -> Iterator[str]:
-    """The modules whose gradients are sparse."""
+    """Yield the names of modules whose gradients are sparse."""
     return (name for name, module in model.named_modules() if getattr(module, "sparse", False) is True)
 
 
