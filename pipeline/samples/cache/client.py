@@ -198,7 +198,7 @@ class Client:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there was a broker when it was last needed."""
+        """True if there was a broker when it was last needed."""
         return self._link is not None and self._process == os.getpid()
 
     def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
@@ -309,7 +309,7 @@ class Client:
             self._lose(f"a data set of {limit} samples is asked for {num_samples}; it may not grow in a job")
 
     def _ask(self, ask: Callable[[Link], _T], otherwise: _T, *, repeats: bool = False) -> _T:
-        """Ask the broker, or go on with ``otherwise``; ``repeats``: a new connection has said it already."""
+        """Ask the broker, or go on with ``otherwise``; ``repeats``: a new connection has sent it already."""
         if self._process != os.getpid():  # forked without Python's knowledge
             self._leave_to_parent()
         try:

@@ -72,7 +72,7 @@ class Run:
 
     @property
     def job(self) -> Job:
-        """What a policy knows of it."""
+        """Policy's view of the run."""
         counts = {"num_samples": self.hello.num_samples, "batch_size": self.hello.batch_size}
         return Job(name=self.name, data=f"data:{self.hello.data}", times=self.times, **counts)
 
@@ -298,7 +298,7 @@ class Core:
         }
 
     def _look(self, run: Run, index: int) -> Stored | None:
-        """Return what is there of a sample, whoever put it, without the policy's knowledge."""
+        """Return the stored sample, whoever put it, without the policy's knowledge."""
         shared, own = run.places(index)
         return self.pages.whole(shared) or self.pages.whole(own)
 
@@ -319,6 +319,5 @@ class Core:
             self.pages.free(entry)
 
     def _lose(self, entry: Entry) -> None:
-        """Give up what the policy would have kept."""
         self.pages.free(entry)
         self.policy.drop(entry)
