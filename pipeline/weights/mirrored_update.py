@@ -72,7 +72,7 @@ class MirroredUpdate(Update):
         return bool(self.mirrors)
 
     def away(self) -> Mapping[int, TensorMemory]:
-        """Where the tensors of the mirrors are that are not near, by their identity."""
+        """Return the places of the offloaded tensors of the mirrors, by their identity."""
         kept = {stage: made.state for stage, made in self.optimizers.items()}
         return {
             id(tensor): memory
@@ -112,7 +112,7 @@ class MirroredUpdate(Update):
         return overflow
 
     def _looked_at(self, gradients: Gradients, stage: int) -> bool:
-        """Check, unscale and measure a few gradients; whether one of them is infinite or no number."""
+        """Check, unscale and measure a few gradients; return whether one of them is infinite or no number."""
         if self.guard is not None:
             self.guard.check_update(gradients.items())
         made = self.optimizers.get(stage)
@@ -128,7 +128,7 @@ class MirroredUpdate(Update):
             self._device = device_of(gradients)
 
     def _clip(self, stages: Sequence[int]) -> None:
-        """Know the norm; gradients of a mirror are scaled when they come to be updated."""
+        """Compute the norm; gradients of a mirror are scaled when they come to be updated."""
         self._totals = {}
         if self.clip is None:
             return
