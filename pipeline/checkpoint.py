@@ -36,22 +36,17 @@ class OnDemand(Mapping[str, Any]):
     """A mapping that reads a tensor anew whenever it is asked for."""
 
     def __init__(self, found: Mapping[str, Any]) -> None:
-        """``found``: has an ``Unread`` in the place of each tensor."""
+        """Take ``found``, which has an ``Unread`` in the place of each tensor."""
         self._found = found
 
     def __getitem__(self, key: str) -> Any:
-        """What is there, read if it is a tensor.
-
-        Raises: CheckpointError: its bytes were altered, or cannot be read."""
         item = self._found[key]
         return item.file.read(item.name) if isinstance(item, Unread) else item
 
     def __iter__(self) -> Iterator[str]:
-        """The keys; nothing is read."""
         return iter(self._found)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._found)
 
 
@@ -341,7 +336,6 @@ class Saving:
 
 
 def _said(notes: Mapping[str, Any]) -> Any:
-    """A copy of the notes as JSON says them."""
     try:
         return json.loads(json.dumps(dict(notes)))
     except (TypeError, ValueError) as error:
@@ -349,7 +343,7 @@ def _said(notes: Mapping[str, Any]) -> Any:
 
 
 def _read(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any, Any]:
-    """What this rank needs of a checkpoint; refused on every rank if one of them cannot read its own."""
+    """Read the part of a checkpoint that this rank needs; one damaged part is refused on every rank."""
     found, read, shares, said, cause = None, None, None, "", None
     try:
         found = Checkpoint(folder)
