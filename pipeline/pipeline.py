@@ -163,7 +163,7 @@ class Pipeline:
         """1. Compare the arguments of all ranks, and take the plan of rank 0."""
         compared = options.compared()
         if self.values:
-            compared |= {"load_weights or init_weights": self.values.said}
+            compared |= {"load_weights or init_weights": self.values.description}
         optimizer, scheduler = options.optimizer, options.scheduler
         facts = functools.partial(fingerprints.of_pipeline, model, optimizer, scheduler, compared, home.torch)
         self.agreement.agree("its arguments", facts)
@@ -439,7 +439,7 @@ class Pipeline:
         """The block, between steps, in which parameters whose tier is not the device are in memory.
 
         With them are their gradients and the state of the optimizers; what is written to them stays."""
-        return self.update.near()
+        return self.update.resident()
 
     def close_stages(self, *, keeps_model: bool = True) -> None:
         """End the threads of the stages, and let go of what they keep on disk; ``keeps_model``: bring

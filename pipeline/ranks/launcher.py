@@ -143,7 +143,7 @@ def init(*, deadline: float = 60.0) -> World:
     Raises: TransportError: there is no store to meet at, or a rank did not join; the sentence names it.
     """
     from . import process_group
-    from .process_group import World, found
+    from .process_group import World, init_group
 
     world = World.default(deadline=deadline)
     if "RANK" not in os.environ or not world.is_alone:
@@ -160,7 +160,7 @@ def init(*, deadline: float = 60.0) -> World:
         raise TransportError(
             f"rank {os.environ['RANK']} found no store to meet the others at within {deadline:g} s: {error}"
         ) from error
-    return found(store, rank=rank, ranks=ranks, deadline=deadline)
+    return init_group(store, rank=rank, ranks=ranks, deadline=deadline)
 
 
 def _meeting(deadline: float) -> tuple[Store, int, int]:

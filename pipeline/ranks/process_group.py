@@ -232,12 +232,12 @@ def check_own(group: ProcessGroup | None, model: nn.Module) -> None:
         )
 
 
-def founded() -> int:
+def group_count() -> int:
     """Number of groups that this process has made, as torch counts them."""
     return distributed_c10d._world.group_count
 
 
-def set_founded(number: int) -> None:
+def set_group_count(number: int) -> None:
     """Count the next group from ``number`` on."""
     distributed_c10d._world.group_count = number
 
@@ -372,7 +372,7 @@ class World:
         Torch names such a group by how many groups a rank has founded before, and ranks that have been in
         different ones would wait for each other under different names."""
         if thread_of(self.group) is None:
-            set_founded(int(max(row[0] for row in self.all_gather([founded()]))))
+            set_group_count(int(max(row[0] for row in self.all_gather([group_count()]))))
 
     def isend(self, tensor: torch.Tensor, target: int, *, tag: int) -> dist.Work:
         """Begin to send real numbers to rank ``target``; raises RuntimeError where the connection is gone."""
@@ -413,7 +413,7 @@ class World:
             ) from error
 
 
-def found(store: Store, *, rank: int, ranks: int, deadline: float) -> World:
+def init_group(store: Store, *, rank: int, ranks: int, deadline: float) -> World:
     """Become ``rank`` of ``ranks`` in a new default group that meets at ``store``.
 
     Args:    deadline: seconds until every rank must be there; then, those that any wait for all may take.

@@ -169,10 +169,10 @@ class ThreadGroup(ProcessGroup):
     def __init__(self, post: Post, rank: int, size: int, *, deadline: float, key: Key = ()) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] (torch 2.14's stubs know another one)
         self.post, self.seconds, self.place, self.key = post, deadline, rank, key
-        self.ranks, self._made, self._number = range(size), Counter[Key](), 0
+        self.ranks, self._counts, self._number = range(size), Counter[Key](), 0
 
     @staticmethod
-    def founded(ranks: int, *, deadline: float) -> list[ThreadGroup]:
+    def create(ranks: int, *, deadline: float) -> list[ThreadGroup]:
         """The ends of a new group, by rank; any wait takes ``deadline`` seconds at most."""
         post = Post()
         return [ThreadGroup(post, rank, ranks, deadline=deadline) for rank in range(ranks)]
@@ -185,8 +185,8 @@ class ThreadGroup(ProcessGroup):
     def part(self, ranks: Sequence[int]) -> ThreadGroup:
         """This rank's end of a group of some of the ranks; each of them asks for it, and nobody else."""
         chosen = tuple(ranks)
-        self._made[chosen] += 1
-        key, place = (*self.key, chosen, self._made[chosen]), chosen.index(self.place)
+        self._counts[chosen] += 1
+        key, place = (*self.key, chosen, self._counts[chosen]), chosen.index(self.place)
         return ThreadGroup(self.post, place, len(chosen), deadline=self.seconds, key=key)
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:

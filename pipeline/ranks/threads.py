@@ -62,7 +62,7 @@ def in_threads(function: Callable[[World], T], *, ranks: int, deadline: float = 
 
 def worlds_of(ranks: int, *, deadline: float) -> list[World]:
     """The worlds of so many threads, by rank."""
-    return [World(group, deadline=deadline) for group in ThreadGroup.founded(ranks, deadline=deadline)]
+    return [World(group, deadline=deadline) for group in ThreadGroup.create(ranks, deadline=deadline)]
 
 
 def start_threads(

@@ -155,17 +155,17 @@ def export(
         checkpoint.model_file(path)
         return checkpoint, path
 
-    return _first(_found(source, str(source)), written, tell)
+    return _first(_candidates(source, str(source)), written, tell)
 
 
 def find(source: Path) -> list[Path]:
     """The checkpoints that ``source`` names, the newest first: one, or those of a run.
 
     Raises: ConfigError: there is none."""
-    return _found(source, f"resume={source}")
+    return _candidates(source, f"resume={source}")
 
 
-def _found(source: Path, typed: str) -> list[Path]:
+def _candidates(source: Path, typed: str) -> list[Path]:
     if (source / INDEX).exists():
         return [source]
     if found := RunFolder(path=source).whole_checkpoints():

@@ -100,7 +100,7 @@ def _one(pipe: Pipeline, key: str, away: Mapping[int, TensorMemory]) -> Tensor |
 def _written(pipe: Pipeline, path: Path, before: Callable[[], object]) -> ConfigError | None:
     """Write the file on rank 0, and return the error; every rank hands over all that it has either way."""
     shapes = {key: pipe.state.expected[key] for key in pipe.state.keys}
-    rest, error, away = iter(in_order(shapes)), None, pipe.update.away()
+    rest, error, away = iter(in_order(shapes)), None, pipe.update.offloaded()
 
     def read(name: str) -> Tensor:
         assert next(rest) == name

@@ -72,7 +72,7 @@ def train(
         sharing.check(config, samples)
         build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
         source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
-        plan, pipe = made(config, samples, given=given, source=source, folder=folder)
+        plan, pipe = build_run(config, samples, given=given, source=source, folder=folder)
         folder.begin(console.warn, resumes=source is not None and source.own)
         folder.save(config, plan)
     console.begin(plan, folder.path)
@@ -92,7 +92,7 @@ def train(
 
     def replan(config: TrainConfig) -> Plan:
         config.stages = stages
-        plan, _ = made(config, samples, folder=folder)
+        plan, _ = build_run(config, samples, folder=folder)
         folder.save(config, plan)
         return plan
 
@@ -113,7 +113,7 @@ def train(
     console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
 
 
-def made(
+def build_run(
     config: TrainConfig,
     samples: Samples,
     *,

@@ -283,7 +283,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
             test = run_epochs(pipe, plan, config, ahead, batches, **more)
     pipe.drain()
-    data = pipe.world.all_gather_json(batches.told, at="the end of its data")
+    data = pipe.world.all_gather_json(batches.figures, at="the end of its data")
     spans, flows = pipe.timeline(), pipe.flows()
     sizes = {key: pipe.state.expected[key].numel() for key in pipe.state.keys}
     writer(config.model, pipe)(pipe, folder.model, before=lambda: mark and folder.check(mark))

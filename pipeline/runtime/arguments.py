@@ -120,7 +120,7 @@ def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], O
         except (PlanError, ValueError):
             raise
         except Exception as error:
-            raise PlanError(f"the optimizer of a stage cannot be made: {_said_of(error)}") from error
+            raise PlanError(f"the optimizer of a stage cannot be made: {_format_error(error)}") from error
 
     return make
 
@@ -132,7 +132,7 @@ def scheduler_of(scheduler: Callable[[Optimizer], LRScheduler]) -> Callable[[Opt
         try:
             made = scheduler(optimizer)
         except Exception as error:
-            raise PlanError(f"the scheduler of a stage cannot be made: {_said_of(error)}") from error
+            raise PlanError(f"the scheduler of a stage cannot be made: {_format_error(error)}") from error
         if isinstance(made, ReduceLROnPlateau) or not callable(getattr(made, "step", None)):
             raise PlanError(
                 "scheduler makes what is stepped after every update without arguments, found "
@@ -143,7 +143,7 @@ def scheduler_of(scheduler: Callable[[Optimizer], LRScheduler]) -> Callable[[Opt
     return make
 
 
-def _said_of(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -251,11 +251,12 @@ def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
     if ours != theirs:
         raise PlanError(
             "a state goes on with the schedule, weights and cuts that it was made with, "
-            f"{_said(theirs)}, found {_said(ours)}; plan alike, or load only its model, before the Pipeline"
+            f"{_format_versions(theirs)}, found {_format_versions(ours)}; plan alike, or load only its "
+            "model, before the Pipeline"
         )
 
 
-def _said(versions: object) -> str:
+def _format_versions(versions: object) -> str:
     if versions is None:
         return "a synchronous schedule"
     known = {"schedule", "weights", "prediction", "cuts"}

@@ -158,7 +158,7 @@ class Engine:
             )
         self.frames.send_outputs(step, instruction, sent)
         if stage.last:
-            self._lose(step, stage, index, outputs, batch)
+            self._set_loss(step, stage, index, outputs, batch)
             if step.keeps_outputs:
                 self.outputs[index] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
         # Behind the loss: it may write to the outputs, and a backward reads memory as it is by then.
@@ -174,7 +174,7 @@ class Engine:
         self.frames.release_inputs(step, instruction)
         return outputs
 
-    def _lose(self, step: Step, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
+    def _set_loss(self, step: Step, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         # Outputs may be parameters.
         with stage.weights.backward(index), self.guards.loss(stage.index, self.loss):
             mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)

@@ -37,7 +37,7 @@ class Values:
     seed: int
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Text that all ranks must have alike."""
         return f"{self.file.digest if self.file else None} {getattr(self.init, '__qualname__', self.init)}"
 

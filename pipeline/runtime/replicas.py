@@ -45,7 +45,7 @@ def check_hooks(named: Named) -> None:
         )
 
 
-def check_apart(named: Named) -> None:
+def check_separate_gradients(named: Named) -> None:
     """Refuse gradients in one memory, as autograd gives them to two views of one shape that are added up:
     a backward behind it adds to both what is meant for each.
 
@@ -213,7 +213,7 @@ class Replicas:
         if stage not in self.groups:
             return
         flat, like = self.flats[stage], self.like[stage]
-        check_apart(flat.named)
+        check_separate_gradients(flat.named)
         self.kept[stage][micro_batch] = flat.gather()
         self.has[stage] |= flat.has()
         for place, (_, parameter) in enumerate(flat.named):
@@ -226,7 +226,7 @@ class Replicas:
             return
         flat, group = self.flats[stage], self.groups[stage]
         if not self.keeps:
-            check_apart(flat.named)
+            check_separate_gradients(flat.named)
             self.has[stage] = flat.has()
             self.like[stage] = [parameter.grad for _, parameter in flat.named]
         sums = self._in_order(stage) if self.keeps else self.slices[stage].sums()

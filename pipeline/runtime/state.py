@@ -112,7 +112,7 @@ class State:
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
         """{"model", "optimizer", "optimizer_class", "scheduler", "scaler", "step"}: everything on rank 0,
         this process's part elsewhere; on the CPU, wherever the stages compute."""
-        with update.near():
+        with update.resident():
             said, tensors = self.part(update, hidden=False)
             frames = [encode(tensor.detach().cpu(), codec="raw") for tensor in tensors.values()]
         rows = self.world.all_gather_json([said, list(tensors)], at="the state")
@@ -137,7 +137,7 @@ class State:
             check_keys(*((parts["model"], self.keys) if keys is None else (keys, self.expected)))
             mine = {key: self.expected[key] for key in (self.keys if keys is None else self.held)}
             check_model(parts["model"], mine, {k: v for k, v in self.shared.items() if k in mine})
-            with update.near() if keys is None else contextlib.nullcontext():  # a person's may be these
+            with update.resident() if keys is None else contextlib.nullcontext():  # a person's may be these
                 update.check(parts)
         except RecursionError as error:
             raise PlanError(

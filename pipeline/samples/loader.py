@@ -178,7 +178,7 @@ class Loader:
         return read.batch
 
     @property
-    def told(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Return the loader's figures for a run's summary."""
         told = {"workers": self.workers, "waited_seconds": self.waited, "left_out": self.broken}
         if not self._caches:

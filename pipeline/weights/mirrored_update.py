@@ -54,7 +54,7 @@ class MirroredUpdate(Update):
             mirror.begin()
 
     @contextlib.contextmanager
-    def near(self) -> Iterator[None]:
+    def resident(self) -> Iterator[None]:
         """The block in which everything is near; what is written there stays."""
         self._depth += 1
         try:
@@ -71,7 +71,7 @@ class MirroredUpdate(Update):
         """A mirror is there because not all fits."""
         return bool(self.mirrors)
 
-    def away(self) -> Mapping[int, TensorMemory]:
+    def offloaded(self) -> Mapping[int, TensorMemory]:
         """Return the places of the offloaded tensors of the mirrors, by their identity."""
         kept = {stage: made.state for stage, made in self.optimizers.items()}
         return {
@@ -153,7 +153,11 @@ class MirroredUpdate(Update):
             super()._step(stage)
             return
         mirror, in_turn = self.mirrors[stage], self._in_turn.get(stage)
-        if self.skipped and self.clip is None and not (in_turn and self._is_told(in_turn.optimizer)):
+        if (
+            self.skipped
+            and self.clip is None
+            and not (in_turn and self._steps_when_skipped(in_turn.optimizer))
+        ):
             return
         for place, turn in enumerate([*mirror.turns, self._rest[stage]]):
             mirror.prefetch(place + 1)

@@ -93,7 +93,7 @@ class Update:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
-    def near(self) -> contextlib.AbstractContextManager[None]:
+    def resident(self) -> contextlib.AbstractContextManager[None]:
         """The block in which parameters, gradients and the state of the optimizers are where people look."""
         return contextlib.nullcontext()
 
@@ -102,7 +102,7 @@ class Update:
         """True if the updated tensors are not all to be resident at once, not even to be saved."""
         return False
 
-    def away(self) -> Mapping[int, TensorMemory]:
+    def offloaded(self) -> Mapping[int, TensorMemory]:
         """Return the places of offloaded parameters and optimizer states, by identity."""
         return {}
 
@@ -125,7 +125,7 @@ class Update:
         if stage in self.optimizers:
             self._unless_skipped(self.optimizers[stage], self.optimizers[stage].step)
 
-    def _is_told(self, optimizer: object) -> bool:
+    def _steps_when_skipped(self, optimizer: object) -> bool:
         """True for a fused optimizer, which is called in a skipped update, too, with ``found_inf``, as by
         ``GradScaler.step``.
 
@@ -133,7 +133,7 @@ class Update:
         return self.scale.checks and getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def _unless_skipped(self, optimizer: Any, step: Callable[[], object]) -> None:
-        if self._is_told(optimizer):
+        if self._steps_when_skipped(optimizer):
             optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(self.skipped))
             try:
                 step()
@@ -198,7 +198,7 @@ class Update:
         for name, kept in state["optimizer"].items():
             check_kept(name, kept)
         for optimizer in self.optimizers.values():
-            check_optimizer(state, optimizer, self.names, away=self.away())
+            check_optimizer(state, optimizer, self.names, away=self.offloaded())
         check_scheduler(self.scheduler and self.scheduler.state(), state.get("scheduler"))
         check_scaler(state.get("scaler"), needed=self.scale.state() is not None)
 
@@ -206,7 +206,7 @@ class Update:
         """Turns in which tensors are near to be written; yields what tells them by identity, each once.
 
         Args:    at_once: in a single turn."""
-        with self.near():
+        with self.resident():
             yield lambda _: True
 
     def load_kept(self, state: Mapping[str, Mapping[str, Any]], *, has: Has) -> None:

@@ -306,7 +306,9 @@ class Client:
         limit = self._hello.num_samples
         if num_samples > limit and not self._refused:
             self._refused = True
-            self._lose(f"a data set of {limit} samples is asked for {num_samples}; it may not grow in a job")
+            self._disconnect(
+                f"a data set of {limit} samples is asked for {num_samples}; it may not grow in a job"
+            )
 
     def _ask(self, ask: Callable[[Link], _T], otherwise: _T, *, repeats: bool = False) -> _T:
         """Ask the broker, or go on with ``otherwise``; ``repeats``: a new connection has sent it already."""
@@ -320,13 +322,13 @@ class Client:
             return ask(link)
         except NotTaken as error:
             self._refused = True
-            self._lose(str(error))
+            self._disconnect(str(error))
         except TimeoutError:
-            self._lose(f"{self._path} does not answer")
+            self._disconnect(f"{self._path} does not answer")
         except (FileNotFoundError, ConnectionRefusedError):
-            self._lose(f"{self._path} has no broker; start one by penstock cache serve")
+            self._disconnect(f"{self._path} has no broker; start one by penstock cache serve")
         except (OSError, TransportError) as error:
-            self._lose(f"{self._path} is gone ({error})")
+            self._disconnect(f"{self._path} is gone ({error})")
         return otherwise
 
     def _connected(self) -> Link | None:
@@ -358,7 +360,7 @@ class Client:
         if self._measured is not None:
             link.send(pack_json(Kind.MEASURED, self._measured))
 
-    def _lose(self, why: str) -> None:
+    def _disconnect(self, why: str) -> None:
         """Go on without the broker, for a second at least."""
         self._is_new = False
         self._next_try = time.monotonic() + _RETRY_SECONDS

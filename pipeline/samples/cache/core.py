@@ -270,7 +270,7 @@ class Core:
         for entry in run.places(index):
             stored = self.pages.whole(entry)
             if stored is not None and stored.stamp == stamp:
-                self._lose(entry)
+                self._evict(entry)
         if run.states and run.states[index] == DONE and self._look(run, index) is None:
             run.states[index] = MISSED
 
@@ -281,7 +281,7 @@ class Core:
         member.leased.clear()
         for stored in member.writing:
             if stored.kept:
-                self._lose(stored.entry)
+                self._evict(stored.entry)
         member.writing.clear()
 
     def status(self, now: float) -> dict[str, Any]:
@@ -318,6 +318,6 @@ class Core:
         for entry in entries:
             self.pages.free(entry)
 
-    def _lose(self, entry: Entry) -> None:
+    def _evict(self, entry: Entry) -> None:
         self.pages.free(entry)
         self.policy.drop(entry)
