@@ -35,24 +35,19 @@ class Unread(NamedTuple):
 class OnDemand(Mapping[str, Any]):
     """A mapping that reads a tensor anew whenever it is asked for."""
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        """``found``: has an ``Unread`` in the place of each tensor."""
-        self._found = found
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        """Take ``items``, with an ``Unread`` in the place of each tensor."""
+        self._items = items
 
     def __getitem__(self, key: str) -> Any:
-        """What is there, read if it is a tensor.
-
-        Raises: CheckpointError: its bytes were altered, or cannot be read."""
-        item = self._found[key]
+        item = self._items[key]
         return item.file.read(item.name) if isinstance(item, Unread) else item
 
     def __iter__(self) -> Iterator[str]:
-        """The keys; nothing is read."""
-        return iter(self._found)
+        return iter(self._items)
 
     def __len__(self) -> int:
-        """How many there are."""
-        return len(self._found)
+        return len(self._items)
 
 
 def on_demand(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,10 +71,10 @@ class Copy:
                 tensor from where it is, and training waits for that."""
 
     def __init__(self, state: State, update: Update) -> None:
-        self.said, tensors = state.part(update, hidden=True)
+        self._notes, tensors = state.part(update, hidden=True)
         self.streams, self._away = update.streams, dict[str, TensorMemory]()
         if self.streams:
-            away = update.away()
+            away = update.offloaded()
             self._away = {name: away[id(tensor)] for name, tensor in tensors.items() if id(tensor) in away}
             self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
             self.tensors |= {name: memory.like for name, memory in self._away.items()}
@@ -90,7 +85,7 @@ class Copy:
         """Write the part; return what the index says of it.
 
         Raises: ConfigError: the file system refuses."""
-        receipt = write_tensors(path, self.tensors, notes=self.said, read=self._read)
+        receipt = write_tensors(path, self.tensors, notes=self._notes, read=self._read)
         return {"file": path.name, "bytes": receipt.num_bytes, "header": receipt.header}
 
     def _read(self, name: str) -> torch.Tensor:
@@ -175,8 +170,8 @@ class Checkpoint:
         Raises:  CheckpointError: a part is missing, shorter or altered where it was read."""
         parts, every = [], (set[str](), set[str]())
         for file in self.parts():
-            said, used = chosen(file.notes, keys, names)
-            parts.append((said, {name: _found(file, name, streams=streams) for name in used}))
+            notes, used = chosen(file.notes, keys, names)
+            parts.append((notes, {name: _read_tensor(file, name, streams=streams) for name in used}))
             every[0].update(file.notes["keys"])
             every[1].update(file.notes["optimizer"])
         rest = {name: self.index[name] for name in ("scaler", "versions")}
@@ -189,7 +184,7 @@ class Checkpoint:
         )
 
 
-def _found(file: TensorFile, name: str, *, streams: bool) -> torch.Tensor | Unread:
+def _read_tensor(file: TensorFile, name: str, *, streams: bool) -> torch.Tensor | Unread:
     tensor = file.read(name)
     return Unread(file, name) if streams else tensor
 
@@ -230,7 +225,7 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     with pipe.engine.interrupts.alone():
         pipe.drain()
         pipe.engine.failures.check_open()
-        found, read, shares = _read(pipe, Path(folder))
+        found, read, shares = _read_part(pipe, Path(folder))
         state, keys, names = read
         with pipe.agreement.together("loading a checkpoint"):
             parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
@@ -275,7 +270,7 @@ class Saving:
         self._error: Exception | None = None
         self._content = {
             "step": pipe.num_steps,
-            "notes": _said(notes),
+            "notes": _as_json(notes),
             "scaler": pipe.update.scale.state(),
             "versions": pipe.plan.versions,
             "plan": pipe.plan.to_json(),
@@ -340,16 +335,15 @@ class Saving:
             raise
 
 
-def _said(notes: Mapping[str, Any]) -> Any:
-    """A copy of the notes as JSON says them."""
+def _as_json(notes: Mapping[str, Any]) -> Any:
     try:
         return json.loads(json.dumps(dict(notes)))
     except (TypeError, ValueError) as error:
         raise PlanError(f"notes of a checkpoint are what JSON can say, found otherwise: {error}") from error
 
 
-def _read(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any, Any]:
-    """What this rank needs of a checkpoint; refused on every rank if one of them cannot read its own."""
+def _read_part(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any, Any]:
+    """Read the part of a checkpoint that this rank needs; one damaged part is refused on every rank."""
     found, read, shares, said, cause = None, None, None, "", None
     try:
         found = Checkpoint(folder)

@@ -97,7 +97,7 @@ class GPT(nn.Module):
             self.head.weight = self.token.weight
 
     def _initialise(self, layers: int) -> None:
-        """Draw weights as GPT-2 does: what adds to the residual stream starts smaller."""
+        """Draw weights as GPT-2 does: layers that add to the residual stream start smaller."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 residual = name.endswith(("project_out.weight", "narrow.weight"))

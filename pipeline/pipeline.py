@@ -160,10 +160,10 @@ class Pipeline:
     # The five steps of making one, in their order.
 
     def _agree(self, model: nn.Module, plan: Plan | None, options: Options, home: Device) -> None:
-        """1. All ranks have the same arguments, and the plan of rank 0, which suits them."""
+        """1. Compare the arguments of all ranks, and take the plan of rank 0."""
         compared = options.compared()
         if self.values:
-            compared |= {"load_weights or init_weights": self.values.said}
+            compared |= {"load_weights or init_weights": self.values.description}
         optimizer, scheduler = options.optimizer, options.scheduler
         facts = functools.partial(fingerprints.of_pipeline, model, optimizer, scheduler, compared, home.torch)
         self.agreement.agree("its arguments", facts)
@@ -175,9 +175,9 @@ class Pipeline:
         self.ranks_of_stages = alone if self.world.is_alone else [stage.ranks for stage in plan.stages]
 
     def _place(self, model: nn.Module, device: Device) -> None:
-        """2. Decide where the stages of this process compute, and move ``model`` to where its rank does.
+        """2. Choose the devices of the stages of this process, and move ``model`` to that of its rank.
 
-        ``device`` is for stages that the plan names no other for."""
+        ``device`` is for stages whose device the plan leaves open."""
         self.devices = stage_devices(self.plan, self.world, device)
         check_devices(self.agreement, self.plan, self.devices)
         self.ends = {"first": self.devices.get(0), "last": self.devices.get(self.plan.num_stages - 1)}
@@ -187,7 +187,9 @@ class Pipeline:
             model.to(self.world.device.torch)
 
     def _cut(self, model: nn.Module, options: Options) -> Ownership:
-        """3. Trace ``model`` and cut it into the stages of this process; return who owns what."""
+        """3. Trace ``model`` and cut it into the stages of this process; return the owners of its
+        parameters.
+        """
         autocast, memory = options.autocast, options.memory
         self.nan_check = Guard(options.checks_gradients) if options.guard else None
         if not model.training:
@@ -243,7 +245,7 @@ class Pipeline:
         return own
 
     def _make_optimizers(self, model: nn.Module, own: Ownership, options: Options) -> None:
-        """4. One optimizer for each stage here, and the sum of its replicas' gradients ahead of it."""
+        """4. Make one optimizer for each stage here, after the sum of its replicas' gradients."""
         plan, held, every = self.plan, self.state.of_stage, [*model.named_parameters()]
         self.replicas = Replicas(plan, self.world, own=own, stages=self.stages, held=held)
         self.mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
@@ -272,7 +274,7 @@ class Pipeline:
     def _make_engine(
         self, model: nn.Module, own: Ownership, options: Options, resident: ResidentMemory
     ) -> None:
-        """5. The loop over instructions, and what counts the memory that it takes."""
+        """5. Make the engine, and the counters of its memory."""
         plan, device, deadline = self.plan, self.world.device, options.deadline
         self.policy = policy_named(
             plan.codec,
@@ -424,18 +426,20 @@ class Pipeline:
         self.same.restart()
 
     def timeline(self) -> list[Span]:
-        """What all ranks did in the last step, in seconds since it began; collective."""
+        """Return the spans of all ranks in the last step, in seconds since it began; collective."""
         return gather_spans(self.world, self.engine.meter.spans)
 
     def flows(self) -> list[dict[str, Any]]:
-        """What travels: values and gradients, their stages, the codec now, bytes raw and sent; collective."""
+        """Return the traffic by flow: values and gradients, stages, codec now, bytes raw and sent;
+        collective.
+        """
         return gather_flows(self.world, self.engine.meter.totals, self.policy)
 
     def near(self) -> contextlib.AbstractContextManager[None]:
         """The block, between steps, in which parameters whose tier is not the device are in memory.
 
         With them are their gradients and the state of the optimizers; what is written to them stays."""
-        return self.update.near()
+        return self.update.resident()
 
     def close_stages(self, *, keeps_model: bool = True) -> None:
         """End the threads of the stages, and let go of what they keep on disk; ``keeps_model``: bring
@@ -460,15 +464,17 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether this process holds the last stage (its first replica), where losses and outputs are."""
+        """True if this process holds the last stage (its first replica), which has losses and outputs."""
         return self.world.is_alone or self.plan.owner(-1) == self.rank
 
     def reads(self, micro_batch: int) -> bool:
-        """Whether this process reads the inputs of a micro-batch of the next step: runs its first stage."""
+        """True if this process runs the first stage for a micro-batch of the next step, so reads its
+        inputs.
+        """
         return self.world.is_alone or self.plan.rank_of(0, micro_batch) == self.rank
 
     def reads_tests(self, _: int = 0) -> bool:
-        """Whether it reads what is evaluated, which one replica of the first stage does."""
+        """True if this process reads the batches of an evaluation: one replica of the first stage does."""
         return self.world.is_alone or self.plan.owner(0) == self.rank
 
     def share_by(self, asked: str | None) -> None:
@@ -525,7 +531,7 @@ class Pipeline:
             raise
 
     def _run(self, step: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
-        """Run a step, or what drains a stream; put together the loss, and what each stage did."""
+        """Run a step, or the drain of a stream; put together the loss and the reports of the stages."""
         engine = self.engine
         try:
             with self.world.device.current():

@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, deterministic algorithms, the same seed."""
+"""Start of every test: one thread, deterministic algorithms, the same seed."""
 
 import gc
 import shutil

@@ -1,8 +1,8 @@
-"""Which tiers hold what, where that is left open: of all mixes that fit a rank's memory, the cheapest.
+"""Choice of the tiers that a plan leaves open: of all mixes that fit a rank's memory, the cheapest.
 
-Each mix is cut by the same search, inside the one formula of memory, and costs what its slowest rank takes
-for a micro-batch: computing, and of moving what does not hide behind that. Of equals the one that moves less
-is taken, so that nothing is moved that need not be.
+Each mix is cut by the same search with the same memory model. Its price is the time of its slowest rank for a
+micro-batch: computing, and moving that does not hide behind it. Of equal mixes the one that moves less is
+taken.
 Source: steps S2 and S3 of the resource management of distributed deep learning (what fits where decides)."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TooSmall(PlanError):
 
 
 class Mix(NamedTuple):
-    """Where saved tensors and parameters are while nobody reads them."""
+    """Tiers of saved tensors and parameters while nobody reads them."""
 
     tier: str
     parameters_tier: str
@@ -45,7 +45,7 @@ class Mix(NamedTuple):
 
 
 def is_open(*, memory: object, tier: object, parameters_tier: object) -> bool:
-    """Whether there is something to choose, or to know first."""
+    """True if a tier has to be chosen, or measured first."""
     return AUTO in (tier, parameters_tier) or share_of(memory) is not None
 
 
@@ -110,7 +110,7 @@ def bytes_of_share(share: float, cut: Callable[..., Plan]) -> int:
 def _mixes(
     profile: Profile, tier: str, parameters_tier: str, recompute: bool, *, allows_disk: bool
 ) -> Iterator[Mix]:
-    """Every mix that suits what was asked for, those that move less first."""
+    """Yield every mix that suits what was asked for, those that move less first."""
     on_gpu = profile.device != HOST
     disk = ["disk"] * allows_disk
     near = ["packed", "host"] if on_gpu else ["packed"]

@@ -1,4 +1,4 @@
-"""What a run of layers costs in seconds, memory and bytes, from sums made once per profile.
+"""Cost of a run of layers in seconds, memory and bytes, from sums made once per profile.
 
 The search asks for the cost of many runs, and the plan prints the cost of the chosen ones: both read it here.
 """
@@ -67,9 +67,9 @@ class Costs:
         return layer.backward_seconds + self.recompute * layer.forward_seconds
 
     def _cut_weights(self) -> list[int]:
-        """What decides among cuts of equal cost, one number for each position: the bytes that pass both ways,
+        """Return a tie-breaker for each position, for cuts of equal cost: the bytes that pass both ways,
         among equals those of values that are not zero, then whether the next cut passes the same values: a
-        ReLU that makes its zeros in place is only then in front of it."""
+        ReLU that makes its zeros in place is only then before it."""
         layers, values = self.profile.layers, self.profile.values
         filled = [round(value.num_bytes * (1 - value.zero_fraction)) for value in values]
         not_zero = _over_cuts(len(layers), values, filled)
@@ -118,8 +118,9 @@ class Costs:
         return found
 
     def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
-        """Whether ranks keep to the budget that hold so many ``copies``; ``spans``: the positions of every
-        stage, its place in ``copies``, its rank."""
+        """True if ranks that hold so many ``copies`` keep to the budget.
+
+        ``spans``: the positions of every stage, its place in ``copies``, its rank."""
         return self.budget is None or self.needed(spans, copies) <= self.budget
 
     def needed(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> int:
@@ -170,7 +171,6 @@ class Largest:
     """The largest of any run of numbers, from those of all runs of 1, 2, 4, .. of them."""
 
     def __init__(self, numbers: list[int]) -> None:
-        """Look at all runs once."""
         self._runs = [numbers]
         while (half := 1 << (len(self._runs) - 1)) * 2 <= len(numbers):
             last = self._runs[-1]
@@ -188,7 +188,6 @@ class Neighbours:
     """The most that so many numbers have together which follow each other in a run of numbers."""
 
     def __init__(self, numbers: Sequence[int], length: int) -> None:
-        """``length``: how many of them."""
         self._sums, self._length = _sums(numbers), length
         self._largest = Largest([b - a for a, b in zip(self._sums, self._sums[length:], strict=False)])
 
@@ -206,7 +205,7 @@ def _sums(amounts: Iterable[int]) -> list[int]:
 def _over_cuts(
     num_layers: int, values: Sequence[ValueProfile], amounts: Sequence[int] | None = None
 ) -> list[int]:
-    """Bytes that pass each position, or ``amounts``: of the values made in front of it and used behind it."""
+    """Bytes that pass each position, or ``amounts``: of the values made before it and used after it."""
     changes = [0] * (num_layers + 2)
     for value, amount in zip(values, amounts or [value.num_bytes for value in values], strict=True):
         first, behind = _crossed(value, num_layers)
@@ -217,5 +216,4 @@ def _over_cuts(
 
 
 def _crossed(value: ValueProfile, num_layers: int) -> tuple[int, int]:
-    """The first position that a value passes, and the first behind it that it does not."""
     return value.producer + 1, min(max(value.users, default=0), num_layers - 1) + 1

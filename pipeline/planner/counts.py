@@ -1,4 +1,4 @@
-"""How many stages and ranks a plan has, from what was asked for; what contradicts itself is refused."""
+"""Numbers of stages and ranks of a plan, from what was asked for; contradictions are refused."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def check_counts(*, least: int = 1, **counts: object) -> None:
 def sizes(
     stages: int | None, ranks: int | None, given: Sequence[int] | None, schedule: str, program: Sequence[str]
 ) -> tuple[int, int]:
-    """How many stages and ranks there are, where one of them, or the cuts, may say it all."""
+    """Return the numbers of stages and ranks, where one of them, or the cuts, may decide both."""
     if layout(schedule) == "custom":
         stages, ranks = _as_placed(placed(program), stages=stages, ranks=ranks)
     a_rank = 2 if layout(schedule) in ("loop", "vee") else 1
@@ -58,8 +58,9 @@ def replica_counts(
     ranks: int | None,
     given: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """How many replicas each stage has; a number is that of every stage, and ``ranks`` tell how many stages
-    there are where nothing else does."""
+    """Return the number of replicas of each stage; a number is that of every stage.
+
+    ``ranks`` give the number of stages where nothing else does."""
     listed = list(replicas) if isinstance(replicas, Sequence) and not isinstance(replicas, str) else None
     for one in [replicas] if listed is None else listed:
         if type(one) is not int or one < 1:
@@ -92,7 +93,7 @@ def replica_counts(
 def stage_counts(
     stages: int | None, given: Sequence[int] | None, ranks: int | None, *, most: int
 ) -> Sequence[int]:
-    """How many stages there may be where the search divides ``ranks`` over them, at most ``most``."""
+    """Return the numbers of stages, at most ``most``, over which the search divides ``ranks``."""
     if ranks is None:
         raise PlanError('replicas="auto" divides ranks over the stages, found none; say ranks=4')
     if stages is None and given is None:
@@ -151,7 +152,7 @@ def check_places(profile: Profile, places: Sequence[int], stages: int) -> None:
 
 
 def _as_placed(rank_of: Sequence[int], *, stages: int | None, ranks: int | None) -> tuple[int, int]:
-    """The stages and ranks of the lines of a custom schedule; others that were asked for are refused."""
+    """Stages and ranks of the lines of a custom schedule; others that were asked for are refused."""
     found = len(rank_of), max(rank_of) + 1
     for name, asked, number in zip(("stages", "ranks"), (stages, ranks), found, strict=True):
         if asked not in (None, number):

@@ -91,7 +91,7 @@ def divisions(ranks: int, stages: int, *, most: int) -> Iterator[tuple[int, ...]
 
 
 def _walk(tried: Callable[[Sequence[int]], Plan | None], counts: list[int], *, ranks: int, most: int) -> None:
-    """Try ``counts``, and again with a rank more for the slowest stage that can have one."""
+    """Try ``counts``, then one rank more for the slowest stage that can have one, and so on."""
     while (plan := tried(counts)) is not None and sum(counts) < ranks:
         seconds = [(s.forward_seconds + s.backward_seconds) / len(s.ranks) for s in plan.stages]
         open_ = [number for number, count in enumerate(counts) if count < most]
@@ -101,7 +101,7 @@ def _walk(tried: Callable[[Sequence[int]], Plan | None], counts: list[int], *, r
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:
-    """What decides among plans; the seconds to a nanosecond, so that sums in another order are equals."""
+    """Sort key of plans; the seconds to a nanosecond, so that sums in another order are equal."""
     seconds = simulate_plan(plan, step_programs(plan)).seconds
     memory = max(stage.memory_bytes for stage in plan.stages)
     return (round(seconds, 9), plan.num_ranks, memory, plan.num_stages, *plan.replicas)

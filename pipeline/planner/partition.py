@@ -268,10 +268,10 @@ def _cut(
     *,
     memory: int | str | None,
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Ends of the stages, as positions from 0 to the number of layers, and the rank of each.
+    """Return the ends of the stages, as positions from 0 to the number of layers, and the rank of each.
 
-    Where the schedule lays them on ranks (``fixed``), the slowest stage is as fast as it can be; else ranks
-    are cut first, and then the stages inside of them."""
+    Where the schedule puts stages on ranks (``fixed``), the slowest stage is made as fast as it can be; else
+    ranks are cut first, then the stages inside them."""
     grows = not costs.recompute  # else what enters a part counts, and less may enter a longer one
     best = functools.partial(split, points, weight=costs.cut_weights, grows=grows)
     ends = best(parts=stages if fixed else ranks, span=costs.of_rank, edge=costs.link_times)

@@ -1,6 +1,7 @@
-"""How a failed run is told: what each rank left behind, and the one cause among the consequences (law L7).
+"""Reports of failed ranks, and the one cause among the consequences (law L7).
 
-When one rank ends, all others lose a peer and say so; the sentence a person reads must name the first."""
+When one rank ends, all others lose a peer and report that; the sentence that a person reads must name the
+first."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Lost(TransportError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a failing rank left behind; ``consequence``: it lost a peer, whose failure is the cause."""
+    """Report of a failing rank; ``consequence``: it lost a peer, whose failure is the cause."""
 
     rank: int
     sentence: str
@@ -73,7 +74,7 @@ def leave(errors: Path, error: BaseException, *, rank: int | None = None) -> Fai
 
 
 def _unexpected(error: BaseException) -> str:
-    """What to say of an error that is not ours; torch tells some deaths of a loader's worker as a connection
+    """Format an error that is not ours; torch reports some deaths of a loader's worker as a connection
     or a file that is gone."""
     said = f"{type(error).__name__}: {error}"
     places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -104,7 +105,6 @@ def cause(
 
 
 def _lost(ends: Ends, failures: Sequence[Failure], stages_of_rank: Sequence[Sequence[int]]) -> Lost:
-    """What to tell where no rank has an error of its own."""
     told = {failure.rank for failure in failures}
     mute = [rank for rank in ends.codes if rank not in told]
     seen = f"; {failures[0].sentence}" if failures else ""
@@ -120,7 +120,7 @@ def _lost(ends: Ends, failures: Sequence[Failure], stages_of_rank: Sequence[Sequ
 
 
 def _how(code: int) -> str:
-    """Say how a rank ended that left no sentence."""
+    """Describe the end of a rank that left no sentence."""
     if code >= 0:
         return f"ended with exit code {code} and gave no reason; look at its output above"
     name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")

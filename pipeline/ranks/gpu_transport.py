@@ -30,7 +30,6 @@ class DevicePool(Pool):
     """Buffers on a device, or pinned ones beside it: one is lent again when the work that uses it is done."""
 
     def __init__(self, device: Device, *, pinned: bool = False) -> None:
-        """Start empty."""
         super().__init__()
         self._device, self._pinned, self._making = device, pinned, device.stream()
         self._behind: deque[tuple[Sequence[Work[Any]], Callable[[], None]]] = deque()
@@ -81,8 +80,9 @@ class DeviceFrame(Frame):
     ) -> None:
         """Hold ``buffer``, lent by ``pool``.
 
-        Args:    header: what it says of itself, where that is known.
-                 told: gives it else, from ``written``, for which it waits if need be."""
+        Args:
+            header: The frame's header, where it is known.
+            told: Returns it otherwise; waits for ``written`` if need be."""
         super().__init__(buffer, 0, pool)
         self.written, self.uses = written, [written]
         self._header, self._told = header, told
@@ -91,7 +91,7 @@ class DeviceFrame(Frame):
 
     @property
     def header(self) -> Header:
-        """What it says of itself; waits where only the device knows."""
+        """Header of the frame; waits where only the device has it."""
         if self._header is None:
             assert self._told is not None, "a frame without a header asks for it"
             header = self._told(self.written)
@@ -110,9 +110,9 @@ _MANY = 1 << 20  # frames that may wait for the sender: the training thread neve
 
 
 class Direct(NamedTuple):
-    """How payloads go from device to device, to and from one other rank: its number in the groups.
+    """Transport of payloads from device to device, to and from one other rank: its number in the groups.
 
-    A group for each way, so that one cannot wait for the other."""
+    A group for each direction, so that one cannot wait for the other."""
 
     peer: int
     outgoing: ProcessGroup
@@ -190,7 +190,7 @@ class StagedTransport:
         frame.release()
 
     def _taken(self, message: Message) -> Frame:
-        """The next frame of a rank whose payload comes from device to device, behind its header."""
+        """Receive a frame whose header comes first and whose payload comes from device to device."""
         slab, known = self.gloo.receive(message), self.direct[message.ranks[0]]
         text = slab.buffer[:MAX_HEADER_BYTES].numpy().tobytes()
         header = parse_header(text, sys.maxsize)  # its payload comes another way
@@ -205,7 +205,7 @@ class StagedTransport:
         return DeviceFrame(buffer, self.buffers, self.coming.submit(task), header=header)
 
     def _brought(self, frame: DeviceFrame) -> Frame:
-        """The same frame in a pinned slab, which nobody holds but the caller; lets go of the other one."""
+        """Move the frame to a pinned slab that only the caller holds, and release the other one."""
         header, start = frame.header, header_bytes(len(frame.header.sizes))
         slab, there, end = self.slabs.take(frame.num_bytes), frame.buffer, frame.num_bytes
         copied = self.copying.submit(
@@ -220,10 +220,11 @@ class StagedTransport:
 def transport_of(
     world: World, *, device: Device, gpus: Sequence[str | None], deadline: float, pool: Pool | None = None
 ) -> Transport:
-    """What carries the frames of a pipeline in ``world``, whose ranks compute on whatever they have.
+    """Return the transport of a pipeline's frames in ``world``, for the devices of its ranks.
 
-    Args:    gpus: by rank, which GPU of all it computes on (``identity_of``); collective among those.
-             pool: of the buffers of frames that are packed on the host."""
+    Args:
+        gpus: By rank, the GPU that it computes on (``identity_of``); collective among those.
+        pool: Of the buffers of frames that are packed on the host."""
     if world.is_alone:
         return LocalTransport(pool)
     direct = direct_routes(world, gpus, deadline=deadline)
@@ -233,12 +234,12 @@ def transport_of(
 
 
 def identity_of(device: Device) -> str | None:
-    """What others must know of ``device``: which GPU it is; None where it is none, or there is no NCCL."""
+    """Return the name of the GPU ``device`` for other ranks; None where it is none, or there is no NCCL."""
     return device.identity if dist.is_nccl_available() else None
 
 
 def direct_routes(world: World, gpus: Sequence[str | None], *, deadline: float) -> dict[int, Direct]:
-    """How payloads of this rank go to others from GPU to GPU, by rank; collective among those with one."""
+    """Make the routes from this rank's GPU to the others, by rank; collective among the ranks with one."""
     mine, ranks = gpus[world.rank], [rank for rank, identity in enumerate(gpus) if identity]
     if mine is None or len({gpus[rank] for rank in ranks}) < 2 or thread_of(world.group) is not None:
         return {}  # to NCCL a process is a rank

@@ -42,9 +42,9 @@ class Launched:
 
     @staticmethod
     def of_environment() -> Launched | None:
-        """What the environment says of the launcher; None for a process, or a rank, that we started.
+        """Read the launcher's variables of the environment; None in a process, or a rank, that we started.
 
-        Raises: ConfigError: it says no rank among so many."""
+        Raises: ConfigError: they give no rank among so many."""
         if MEETING in os.environ or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return None
         rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -143,7 +143,7 @@ def init(*, deadline: float = 60.0) -> World:
     Raises: TransportError: there is no store to meet at, or a rank did not join; the sentence names it.
     """
     from . import process_group
-    from .process_group import World, found
+    from .process_group import World, init_group
 
     world = World.default(deadline=deadline)
     if "RANK" not in os.environ or not world.is_alone:
@@ -160,11 +160,11 @@ def init(*, deadline: float = 60.0) -> World:
         raise TransportError(
             f"rank {os.environ['RANK']} found no store to meet the others at within {deadline:g} s: {error}"
         ) from error
-    return found(store, rank=rank, ranks=ranks, deadline=deadline)
+    return init_group(store, rank=rank, ranks=ranks, deadline=deadline)
 
 
 def _meeting(deadline: float) -> tuple[Store, int, int]:
-    """The store where the ranks meet, this rank, and how many there are."""
+    """Return the store where the ranks meet, this rank, and how many there are."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -243,7 +243,7 @@ def end(code: int) -> NoReturn:
 
 
 def _meeting_folder(made: contextlib.ExitStack) -> str:
-    """A folder for as long as ``made`` is open."""
+    """Make a folder that lasts as long as ``made`` is open."""
     try:
         return str(made.enter_context(private_folder()))
     except OSError as error:
@@ -253,7 +253,6 @@ def _meeting_folder(made: contextlib.ExitStack) -> str:
 
 
 def _loopback() -> str:
-    """The network device that nobody outside this machine reaches."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if not names:
         raise TransportError("ranks speak over the loopback device, and this machine has none; take ranks=1")

@@ -1,8 +1,7 @@
-"""What ranks leave for each other in the store of their group: why one stops, and that one still runs.
+"""Process groups of ranks, and the notices that ranks leave in their store: failures, signs of life.
 
 The store may have gone with the rank or the link that held it, and torch's look-ups in such a store never
-return. So each runs in a thread that is given a moment, and after one that got stuck whoever asked tries no
-other."""
+return. So each runs in a thread with a short deadline, and after one that got stuck no other is tried."""
 
 from __future__ import annotations
 
@@ -43,9 +42,9 @@ T = TypeVar("T")
 
 
 def bounded(call: Callable[[], T], *, seconds: float) -> T:
-    """What ``call`` returns or raises, if it does within ``seconds``.
+    """Return or raise the result of ``call`` if it comes within ``seconds``.
 
-    Raises: TimeoutError: it does not, or an earlier one still has not; it is left to itself.
+    Raises: TimeoutError: it does not, or an earlier call still has not; the thread is abandoned.
     """
     # A thread that is stuck is the memory of it: the store did not answer this thread once.
     name = f"{_ASKING}-{threading.get_ident()}"
@@ -71,7 +70,7 @@ def bounded(call: Callable[[], T], *, seconds: float) -> T:
 
 
 class Notices:
-    """What this rank and its peers leave in the store of their group; without a store nobody is there."""
+    """Notices of this rank and its peers in the store of their group; without a store there are no peers."""
 
     def __init__(self, store: Store | None, rank: int, size: int) -> None:
         self.store, self.rank = store, rank
@@ -179,7 +178,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def of_gloo(error: BaseException) -> str:
-    """What gloo says of a failed transfer, less its source line and its advice."""
+    """Text of gloo's error about a failed transfer, without its source line and its advice."""
     return re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]
 
 
@@ -199,7 +198,7 @@ def part(group: ProcessGroup, ranks: Sequence[int], *, deadline: float) -> Proce
 
 
 def store_of(group: ProcessGroup) -> Store:
-    """Where its ranks leave notices."""
+    """Return the store where the ranks of ``group`` leave notices."""
     if isinstance(group, ThreadGroup):
         return group.store
     return distributed_c10d._get_process_group_store(group)
@@ -233,12 +232,12 @@ def check_own(group: ProcessGroup | None, model: nn.Module) -> None:
         )
 
 
-def founded() -> int:
-    """How many groups this process has founded, as torch counts them."""
+def group_count() -> int:
+    """Number of groups that this process has made, as torch counts them."""
     return distributed_c10d._world.group_count
 
 
-def set_founded(number: int) -> None:
+def set_group_count(number: int) -> None:
     """Count the next group from ``number`` on."""
     distributed_c10d._world.group_count = number
 
@@ -309,7 +308,7 @@ class World:
 
     @property
     def is_alone(self) -> bool:
-        """Whether all stages run in this process."""
+        """True if all stages run in this process."""
         return self.group is None
 
     def all_gather(self, numbers: Sequence[float], *, at: str = "") -> list[list[float]]:
@@ -373,7 +372,7 @@ class World:
         Torch names such a group by how many groups a rank has founded before, and ranks that have been in
         different ones would wait for each other under different names."""
         if thread_of(self.group) is None:
-            set_founded(int(max(row[0] for row in self.all_gather([founded()]))))
+            set_group_count(int(max(row[0] for row in self.all_gather([group_count()]))))
 
     def isend(self, tensor: torch.Tensor, target: int, *, tag: int) -> dist.Work:
         """Begin to send real numbers to rank ``target``; raises RuntimeError where the connection is gone."""
@@ -414,7 +413,7 @@ class World:
             ) from error
 
 
-def found(store: Store, *, rank: int, ranks: int, deadline: float) -> World:
+def init_group(store: Store, *, rank: int, ranks: int, deadline: float) -> World:
     """Become ``rank`` of ``ranks`` in a new default group that meets at ``store``.
 
     Args:    deadline: seconds until every rank must be there; then, those that any wait for all may take.
@@ -445,7 +444,7 @@ def found(store: Store, *, rank: int, ranks: int, deadline: float) -> World:
 
 
 def _who_is_missing(store: Store, signs: dict[int, str], *, ranks: int, deadline: float) -> str:
-    """What to say when not all ranks came to the store in time, or it has gone."""
+    """Return the refusal when not all ranks came to the store in time, or it has gone."""
     try:
         missing = bounded(
             lambda: [other for other, sign in signs.items() if not store.check([sign])],
@@ -458,7 +457,7 @@ def _who_is_missing(store: Store, signs: dict[int, str], *, ranks: int, deadline
 
 
 def _who_is_cut_off(store: Store, rank: int, *, ranks: int, error: Exception) -> str:
-    """What to say when ranks that met at the store found no connection to each other."""
+    """Return the refusal when ranks that met at the store found no connection to each other."""
     others = [other for other in range(ranks) if other != rank]
     with contextlib.suppress(Exception):
         others = bounded(lambda: silent(store, f"apart/{rank}", "apart", others) or others, seconds=MOMENT)

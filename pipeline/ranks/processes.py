@@ -36,11 +36,11 @@ StartProcess = Callable[[Sequence[str], Mapping[str, str]], Process]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """How processes ended, by their number.
+    """Exits of processes, by their number.
 
     Attributes:
         codes: exit codes of those that failed by themselves, in their order; negative for a signal.
-        stuck: those that did not end when they were told to; first those that were stopped.
+        stuck: those that did not end on request; first those that were stopped.
         asked: the signals that were passed on to them.
     """
 
@@ -103,7 +103,7 @@ def run_together(
 
 
 def _wait(processes: Sequence[Process]) -> dict[int, int]:
-    """Wait for all, or a moment longer than the first failure; return the exit codes that tell of one."""
+    """Wait for all, or a moment longer than the first failure; return the exit codes of failures."""
     until, codes = float("inf"), {}
     while time.monotonic() < until:
         alive = False
@@ -120,9 +120,10 @@ def _wait(processes: Sequence[Process]) -> dict[int, int]:
 
 
 def _code(process: Process) -> int | None:
-    """The exit code, None while it runs; what it started and left ends with it, such as a loader's workers.
+    """Return the exit code, None while it runs; processes that it left, such as a loader's workers, end with
+    it.
 
-    Until its end is asked for nobody else gets its number, by which they are found."""
+    Until it is reaped nobody else gets its number, by which they are found."""
     if process.returncode is None and hasattr(os, "waitid"):
         with contextlib.suppress(ChildProcessError):
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -144,7 +145,7 @@ def _tell_to_end(processes: Sequence[Process]) -> list[int]:
 
 
 def _is_stopped(process: Process) -> bool:
-    """Whether the process is held by SIGSTOP or a debugger, where the system tells (Linux)."""
+    """True if the process is held by SIGSTOP or a debugger (Linux only)."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
@@ -160,6 +161,5 @@ def _kill(processes: Sequence[Process]) -> None:
 
 
 def _signal(process: Process, number: signal.Signals) -> None:
-    """Signal a process and those that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""What a started rank runs first: it is tied to its launcher before anything heavy is imported.
+"""Entry point of a started rank: it is tied to its launcher before anything heavy is imported.
 
 ``python -m penstock.pipeline.ranks.rank MODULE ARGUMENT ...`` then runs MODULE as the program."""
 

@@ -19,7 +19,6 @@ class ReplicaGroup:
     """Those of the ``ranks`` of ``world`` that run ``stage``, this one among them; collective among them."""
 
     def __init__(self, world: World, ranks: Sequence[int], *, stage: int) -> None:
-        """Found the group."""
         assert world.group is not None, "replicas are ranks of their own"
         self.world, self.ranks, self.stage = world, tuple(ranks), stage
         self.place = self.ranks.index(world.rank)
@@ -27,7 +26,7 @@ class ReplicaGroup:
 
     @property
     def size(self) -> int:
-        """How many replicas there are."""
+        """Number of replicas."""
         return len(self.ranks)
 
     def begin_to_add_up(self, numbers: torch.Tensor, *, at: str) -> dist.Work:
@@ -66,7 +65,9 @@ class ReplicaGroup:
     def all_gather(
         self, mine: torch.Tensor, *, at: str, into: Sequence[torch.Tensor] = ()
     ) -> list[torch.Tensor]:
-        """What every replica has of this shape and dtype, in their order; ``into``: these, else new ones."""
+        """Gather the tensors of every replica, of this shape and dtype, in their order, ``into`` these or
+        new ones.
+        """
         rows = [*into] or [torch.empty_like(mine) for _ in self.ranks]
         self._do(lambda: dist.all_gather([_raw(row) for row in rows], _raw(mine), group=self.group), at, mine)
         return rows
@@ -82,5 +83,4 @@ def _from(source: int) -> dist.BroadcastOptions:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -29,7 +29,7 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def code(self) -> int:
-        """What a shell calls the end by that signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
+        """Exit code of a shell for that signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
         return 128 + self.number
 
 

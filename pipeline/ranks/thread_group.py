@@ -28,7 +28,7 @@ Key = tuple[Any, ...]
 
 
 class Post:
-    """What threads leave for each other, by keys that name the group, the place and the number.
+    """Mailbox of threads, by keys that name the group, the place and the number.
 
     Attributes: ended: why nobody waits any more; "" as long as they do."""
 
@@ -91,7 +91,7 @@ class Post:
             self._changed.notify_all()
 
     def take(self, key: Key, seconds: float) -> Any:
-        """What somebody left, when it is there."""
+        """Wait for an item, and remove it."""
         with self._changed:
             self.wait_for(lambda: key in self._left, seconds, "what all ranks do together")
             item, readers = self._left.pop(key)
@@ -146,7 +146,7 @@ _ADD: Mapping[Any, Callable[..., torch.Tensor]] = {
 
 
 class Together(Work):
-    """What several ranks do together, done by whoever waits for it."""
+    """Collective of several ranks, done by the first that waits for it."""
 
     def __init__(self, do: Callable[[float], None], seconds: float) -> None:
         super().__init__()
@@ -169,24 +169,24 @@ class ThreadGroup(ProcessGroup):
     def __init__(self, post: Post, rank: int, size: int, *, deadline: float, key: Key = ()) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] (torch 2.14's stubs know another one)
         self.post, self.seconds, self.place, self.key = post, deadline, rank, key
-        self.ranks, self._made, self._number = range(size), Counter[Key](), 0
+        self.ranks, self._counts, self._number = range(size), Counter[Key](), 0
 
     @staticmethod
-    def founded(ranks: int, *, deadline: float) -> list[ThreadGroup]:
+    def create(ranks: int, *, deadline: float) -> list[ThreadGroup]:
         """The ends of a new group, by rank; any wait takes ``deadline`` seconds at most."""
         post = Post()
         return [ThreadGroup(post, rank, ranks, deadline=deadline) for rank in range(ranks)]
 
     @property
     def store(self) -> Store:
-        """Where the ranks leave notices."""
+        """Store where the ranks leave notices."""
         return self.post.store
 
     def part(self, ranks: Sequence[int]) -> ThreadGroup:
         """This rank's end of a group of some of the ranks; each of them asks for it, and nobody else."""
         chosen = tuple(ranks)
-        self._made[chosen] += 1
-        key, place = (*self.key, chosen, self._made[chosen]), chosen.index(self.place)
+        self._counts[chosen] += 1
+        key, place = (*self.key, chosen, self._counts[chosen]), chosen.index(self.place)
         return ThreadGroup(self.post, place, len(chosen), deadline=self.seconds, key=key)
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:
@@ -222,7 +222,7 @@ class ThreadGroup(ProcessGroup):
         return self._all(tensors[0], None, of=(root,))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        """What one rank has, on all."""
+        """Copy the tensors of one rank to all."""
         root = _root(opts)
         mine = tensors[0] if self.place == root else None
         return self._all(mine, lambda found: tensors[0].copy_(found[0]), by=(root,))
@@ -246,7 +246,7 @@ class ThreadGroup(ProcessGroup):
         return self._all(torch.empty(0), lambda found: None)
 
     def getBackendName(self) -> str:
-        """What torch calls it."""
+        """Name of the backend for torch."""
         return "threads"
 
     def _all(
@@ -259,7 +259,8 @@ class ThreadGroup(ProcessGroup):
     ) -> Work:
         """Leave a copy of ``mine``, and do something with those of the ranks ``by`` (None: all of them).
 
-        Args:    of: the ranks that read; None: all. This one does if there is something to do ``then``."""
+        Args:
+            of: The ranks that read; None: all. This one does if there is something to do ``then``."""
         self._number += 1
         number, readers = self._number, len(self.ranks if of is None else of)
         if mine is not None:
@@ -278,7 +279,7 @@ def _root(opts: Any) -> int:
 
 
 def _added(found: Sequence[torch.Tensor], opts: Any) -> torch.Tensor:
-    """The sum, or what else is asked for, in the order of ranks."""
+    """Reduce in the order of ranks."""
     asked = ReduceOp.SUM if opts is None else opts.reduceOp
     add = next((add for kind, add in _ADD.items() if asked == kind), None)
     if add is None:

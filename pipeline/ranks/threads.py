@@ -62,7 +62,7 @@ def in_threads(function: Callable[[World], T], *, ranks: int, deadline: float = 
 
 def worlds_of(ranks: int, *, deadline: float) -> list[World]:
     """The worlds of so many threads, by rank."""
-    return [World(group, deadline=deadline) for group in ThreadGroup.founded(ranks, deadline=deadline)]
+    return [World(group, deadline=deadline) for group in ThreadGroup.create(ranks, deadline=deadline)]
 
 
 def start_threads(
@@ -146,7 +146,7 @@ def run_threads(worlds: Sequence[World], function: Callable[[World], T]) -> list
 
 
 def _tell(world: World, post: Post, error: BaseException) -> None:
-    """Tell the others why this rank ends, and end their waits."""
+    """Post the error to the other ranks, and end their waits."""
     said = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
     said = said if said.startswith(f"rank {world.rank}") else f"rank {world.rank}: {said}"
     if not isinstance(error, TransportError | Stopped):
@@ -156,11 +156,11 @@ def _tell(world: World, post: Post, error: BaseException) -> None:
 
 
 def post_of(world: World) -> Post:
-    """Where the threads of a world leave things for each other."""
+    """Return the mailbox of the threads of a world."""
     assert isinstance(world.group, ThreadGroup), "made by worlds_of"
     return world.group.post
 
 
 def _consequence(error: BaseException) -> int:
-    """How far from the cause: a rank's own error, what another one refused, a rank that was lost."""
+    """Distance from the cause: 0 a rank's own error, then another rank's refusal, then a lost rank."""
     return 2 if isinstance(error, TransportError) else int(isinstance(error, Disagreement))

@@ -42,7 +42,7 @@ def measured_rates(
 
 
 def _probe(world: World, link: tuple[int, int], deadline: float) -> float | None:
-    """Both ends of a link pass probes there and a note back; the rate is known to the source, else None."""
+    """Pass probes along a link, and a note back; return the rate at its source, else None."""
     source, target = link
     here, seconds = world.rank == source, 0.0
     before = (0, 0.0)
@@ -83,12 +83,12 @@ class Transport(Protocol):
 
     @property
     def pool(self) -> Pool:
-        """What buffers of frames on the host come from."""
+        """Pool of buffers for frames on the host."""
         ...
 
     @property
     def survives_failure(self) -> bool:
-        """Whether another step may begin after one that failed."""
+        """True if another step may begin after one that failed."""
         ...
 
     def begin(self, messages: StepMessages) -> None:
@@ -148,7 +148,7 @@ class LocalTransport:
 
 @dataclasses.dataclass(slots=True)
 class _Channel:
-    """What one other rank sends to this one: messages not posted yet, receives posted, in its order."""
+    """Messages from one other rank, in its order: those not posted yet, and receives posted."""
 
     rank: int
     number: int = 0
@@ -156,7 +156,7 @@ class _Channel:
     posted: dict[Message, tuple[dist.Work, torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def expect(self, messages: Sequence[Message]) -> None:
-        """More will come: a message is known by its number on the channel."""
+        """Append messages; a message is known by its number on the channel."""
         self.ahead.extend(enumerate(messages, start=self.number))
         self.number += len(messages)
 
@@ -259,7 +259,6 @@ class GlooTransport:
         channel.posted[message] = work, buffer
 
     def _finish(self, place: int) -> None:
-        """Wait for one of the sends under way."""
         work, frame, message = self.sending[place]
         del self.sending[place]
         self.in_flight -= frame.num_bytes
@@ -272,7 +271,8 @@ class GlooTransport:
         frame.release()
 
     def _lost(self, message: Message, num_bytes: int, what: str, error: RuntimeError) -> TransportError:
-        """The error of a failed wait: for what, the deadline and why, in the words of the rank that failed.
+        """Return the error of a failed wait: the message, the deadline and the reason of the rank that
+        failed.
 
         ``num_bytes``: of the frame; where it is not there yet, of the longest that may come."""
         way = f"{num_bytes:,} bytes from stage {message.source} to stage {message.target}"

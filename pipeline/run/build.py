@@ -34,12 +34,12 @@ SOURCES = ("load_weights", "init_weights")
 
 
 def is_bare(options: Mapping[str, Any]) -> bool:
-    """Whether the options of a model say where its stages get their values from."""
+    """True if the options of a model name a source of its values, so it is built on the meta device."""
     return any(options.get(name) for name in SOURCES)
 
 
 def sources(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``Pipeline`` is given for it.
+    """Return the sources of a model's values as arguments of ``Pipeline``.
 
     Raises: ConfigError: a function cannot be imported."""
     init = options.get("init_weights")
@@ -114,7 +114,7 @@ def model(options: Mapping[str, Any], *, describe: Description, seed: int) -> nn
 
 
 def _check_unknown_classes(options: Mapping[str, Any]) -> None:
-    """Refuse a model that asks how many classes there are, where the data do not tell."""
+    """Refuse a model that takes the number of classes, where the data do not give it."""
     _, given, known = _target("model", options, FACTS["model"])
     asks = "num_classes" in known and given.get("num_classes") is None
     if asks or str(options["_target_"]).startswith(OURS):
@@ -207,7 +207,7 @@ def _call(group: str, options: Mapping[str, Any], **facts: Any) -> Any:
 def _target(
     group: str, options: Mapping[str, Any], facts: Collection[str]
 ) -> tuple[Callable[..., Any], dict[str, Any], Mapping[str, inspect.Parameter]]:
-    """The group's target, the options for it, and what it takes by name; ``facts``: what it will be told."""
+    """Return the group's target, its options, and the arguments it takes by name; ``facts``: known values."""
     target = _locate(group, options.get("_target_"))
     aside = ("_target_", *OF_THE_RUN.get(group, ()))
     given = {name: value for name, value in options.items() if name not in aside}

@@ -99,7 +99,7 @@ class Checkpoints:
             self._lead_on(self._saving)
 
     def _lead_on(self, saving: Saving) -> None:
-        """What the ranks do together once all of them have written."""
+        """Finish the checkpoint with all ranks, once all of them have written."""
         self._saving = None
         with self._telling():
             if not saving.agreed:
@@ -129,7 +129,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell what the disk refuses: once, until it takes one again."""
+        """Report what the disk refuses: once, until it takes one again."""
         try:
             yield
         except TransportError:
@@ -155,17 +155,17 @@ def export(
         checkpoint.model_file(path)
         return checkpoint, path
 
-    return _first(_found(source, str(source)), written, tell)
+    return _first(_candidates(source, str(source)), written, tell)
 
 
 def find(source: Path) -> list[Path]:
     """The checkpoints that ``source`` names, the newest first: one, or those of a run.
 
     Raises: ConfigError: there is none."""
-    return _found(source, f"resume={source}")
+    return _candidates(source, f"resume={source}")
 
 
-def _found(source: Path, typed: str) -> list[Path]:
+def _candidates(source: Path, typed: str) -> list[Path]:
     if (source / INDEX).exists():
         return [source]
     if found := RunFolder(path=source).whole_checkpoints():

@@ -1,4 +1,4 @@
-"""What a person sees: progress while it runs, a table when it ends, one sentence when it cannot.
+"""Output for a person: progress while it runs, a table when it ends, one sentence when it cannot.
 
 On a terminal the progress is a bar that redraws itself; anywhere else it is a plain line now and then,
 so that a log stays readable."""
@@ -98,7 +98,7 @@ class Training:
 
 
 class _Output:
-    """Standard output that may end, as a pipe or a full disk does: the rest is lost, which is said once."""
+    """Standard output that may end, as a pipe or a full disk does: the rest is dropped, with one warning."""
 
     def write(self, text: str) -> int:
         try:
@@ -150,7 +150,7 @@ def compared(found: Comparison, *, console: Console | None = None) -> None:
 
 
 def _print(console: Console, *lines: str) -> None:
-    """Print lines as they are, however long."""
+    """Print lines without wrapping."""
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 

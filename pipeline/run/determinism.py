@@ -1,4 +1,4 @@
-"""How torch is set so that a GPU repeats its bits, and what holds, for the run folder.
+"""Settings of torch under which a GPU repeats its bits, and a record of them for the run folder.
 
 A GPU needs more than deterministic algorithms: cuBLAS a fixed workspace, before it is first used; cuDNN no
 search for the fastest kernel, which may find another one every time."""
@@ -43,7 +43,6 @@ def place(config: PlanConfig, *, local: int | None = None) -> Device:
 
 
 def _on_gpu(config: PlanConfig) -> None:
-    """Without ``deterministic`` torch stays as it is, unless TF32 is asked for."""
     backends = torch.backends
     if config.deterministic:
         backends.cudnn.benchmark = False
@@ -55,7 +54,7 @@ def _on_gpu(config: PlanConfig) -> None:
 
 
 def held(config: PlanConfig) -> dict[str, str]:
-    """What decides the bits of a run beside its versions, as it is now."""
+    """Return the settings that decide the bits of a run beside its versions, as they are now."""
     device, backends = place(config), torch.backends
     found = {
         "device": str(device.torch),

@@ -1,7 +1,7 @@
-"""What names, counts and files alone show to be impossible, refused before torch is imported.
+"""Refusals that need only names, counts and files, made before torch is imported.
 
 A refusal that a person waits for is one that they meet again and again: torch takes seconds to load and a
-model more to trace, so all that needs neither is asked here, once, and nothing here may import them.
+model more to trace, so all that needs neither is checked here, once, and nothing here may import them.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
 
 
 def _shares_by(plan: Plan, asked: Any) -> Any:
-    """What ``replicas.shares=`` is with a plan: as asked where it says nothing else, else what it says."""
+    """``replicas.shares=`` with a plan: the option where the plan has none, else the plan's."""
     ranks = [stage.ranks for stage in plan.stages]
     if isinstance(asked, list) and plan.with_shares(split_shares(asked, ranks)).shares == plan.shares:
         return asked
@@ -147,7 +147,7 @@ def _shares_by(plan: Plan, asked: Any) -> Any:
 
 
 def _check_shares(config: PlanConfig) -> None:
-    """Refuse shares where nothing is shared, and weights by which nothing can be dealt."""
+    """Refuse shares where nothing is shared, and weights by which nothing can be divided."""
     asked = config.replicas
     if asked.shares != EVEN and not asked.several:
         raise ConfigError(
@@ -159,7 +159,6 @@ def _check_shares(config: PlanConfig) -> None:
 
 
 def _check_loading(options: Mapping[str, Any]) -> None:
-    """Refuse a number of loading processes that is none, and what is neither true nor false."""
     count_or_auto("data.workers", options.get("workers", AUTO))
     if not isinstance(skips := options.get("skip_broken", False), bool):
         raise ConfigError(f"data.skip_broken={skips} must be true or false")
@@ -179,7 +178,7 @@ def _check_disk(memory: MemoryConfig) -> None:
 
 
 def _check_launcher(config: TrainConfig) -> None:
-    """Refuse to start again, to leave out, or to run as threads what somebody else's launcher starts."""
+    """Refuse restarts, fewer ranks and threads where another launcher starts the ranks."""
     if not Launched.of_environment():
         return
     asked: dict[str, Any] = {"max_restarts": config.max_restarts}

@@ -78,7 +78,7 @@ def _lock(file: int, folder: Path) -> str | None:
 
 
 def _is(file: int, path: Path) -> bool:
-    """Whether the open ``file`` is the one that has the name."""
+    """True if ``path`` still names the open ``file``."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except OSError:

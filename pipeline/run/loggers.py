@@ -157,7 +157,7 @@ class Loggers:
 
 
 def _rows_before(first: int, path: Path) -> list[dict[str, str]]:
-    """What a run that goes on wrote before step ``first``; the test behind that step is taken again."""
+    """Read the rows before step ``first``; the test after that step is taken again."""
     kept = []
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):

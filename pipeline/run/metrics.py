@@ -1,4 +1,4 @@
-"""What the steps did: one line each while they run, and their sums when they are over.
+"""Metrics of the steps: one line each while they run, and their sums when they are over.
 
 The numbers of ``metrics.jsonl``, ``summary.json`` and the closing table come from here, so they agree."""
 
@@ -155,7 +155,7 @@ class Totals:
 
 
 def _lines_before(first: int, path: Path) -> bytes:
-    """What a run that is to go on wrote of the steps before ``first``."""
+    """Read the lines of the steps before ``first``."""
     kept = b""
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:

@@ -22,7 +22,7 @@ Write = Callable[..., None]
 
 
 def writer(options: Mapping[str, Any], pipe: Pipeline) -> Write:
-    """What writes the model of those options at the end of a run: in turn what is not to be near at once."""
+    """Return the writer of the model at the end of a run; offloaded tensors are read one after another."""
     return write_in_turn if is_bare(options) or pipe.update.streams else write_gathered
 
 
@@ -83,9 +83,10 @@ def keeping(path: Path) -> Iterator[None]:
 
 
 def _one(pipe: Pipeline, key: str, away: Mapping[int, TensorMemory]) -> Tensor | None:
-    """The tensor of a key of the model on rank 0, None elsewhere; collective.
+    """Return the tensor of a key of the model on rank 0, None elsewhere; collective.
 
-    Args:   away: where those are that are not near, by identity."""
+    Args:
+        away: Places of offloaded tensors, by identity."""
     state, frames = pipe.state, list[Tensor]()
     first = state.shared.get(key, key)
     if state.source[first] == pipe.world.rank:
@@ -97,9 +98,9 @@ def _one(pipe: Pipeline, key: str, away: Mapping[int, TensorMemory]) -> Tensor |
 
 
 def _written(pipe: Pipeline, path: Path, before: Callable[[], object]) -> ConfigError | None:
-    """Why the file could not be written, on rank 0; every rank hands over all that it has either way."""
+    """Write the file on rank 0, and return the error; every rank hands over all that it has either way."""
     shapes = {key: pipe.state.expected[key] for key in pipe.state.keys}
-    rest, error, away = iter(in_order(shapes)), None, pipe.update.away()
+    rest, error, away = iter(in_order(shapes)), None, pipe.update.offloaded()
 
     def read(name: str) -> Tensor:
         assert next(rest) == name

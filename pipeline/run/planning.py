@@ -236,7 +236,9 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
 
 
 def _disk_rate(config: PlanConfig) -> float | None:
-    """Bytes per second of the disk, where somebody must choose whether to use it; 0: it may not be used."""
+    """Bytes per second of the disk, where the planner must choose whether to use it; 0: it may not be
+    used.
+    """
     memory = config.memory
     if memory.disk is not None and is_zero(memory.disk):
         return 0.0

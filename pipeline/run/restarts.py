@@ -61,7 +61,6 @@ def persist(
 
 
 def _take_replicas(config: TrainConfig, plan: Plan) -> None:
-    """Have ``config`` say the replicas of ``plan``."""
     config.ranks, config.stages = plan.num_ranks, plan.num_stages
     config.replicas.count = list(plan.replicas)
     if isinstance(config.replicas.shares, list):
@@ -69,9 +68,10 @@ def _take_replicas(config: TrainConfig, plan: Plan) -> None:
 
 
 def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:
-    """Let the run go on from its last checkpoint, or begin as it did before; say which.
+    """Let the run go on from its last checkpoint, or begin as it did before; return which, as a text.
 
-    Args: before: what it went on from at first.
+    Args:
+        before: The checkpoint from which it began at first.
     """
     config.resume = AGAIN
     step = 0
@@ -88,7 +88,7 @@ def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:
 def _with_fewer_ranks(
     config: TrainConfig, plan: Plan, replan: Callable[[TrainConfig], Plan]
 ) -> tuple[Plan, str]:
-    """The plan for one rank less, or the same where none can be made; and what to say of it."""
+    """Return the plan for one rank less, or the same where none can be made, and a text about it."""
     config.ranks -= 1
     try:
         return replan(config), f"with ranks={config.ranks}"
@@ -98,5 +98,5 @@ def _with_fewer_ranks(
 
 
 def _num_steps(folder: RunFolder) -> int:
-    """How many steps the metrics tell of."""
+    """Number of steps in the metrics."""
     return folder.metrics.read_bytes().count(b"\n") if folder.metrics.exists() else 0

@@ -1,4 +1,4 @@
-"""Where a run goes on, and whether it is the same training: what ``resume=`` means before ranks start."""
+"""Resolve ``resume=`` before ranks start: the checkpoint, and whether the training is the same."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OF_THE_LENGTH = ("epochs", "max_steps")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What a run goes on from; ``own``: it is the run in the same folder that does."""
+    """Checkpoint from which a run goes on; ``own``: it is of the run in the same folder."""
 
     checkpoint: Checkpoint
     own: bool
@@ -177,7 +177,7 @@ def take_over(
 
 
 def _both(config: TrainConfig, notes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of now and of the checkpoint, flat."""
+    """Options of now and of the checkpoint, flat."""
     return dict(flat(dataclasses.asdict(config))), dict(flat(notes["config"]))
 
 
@@ -186,7 +186,7 @@ def _root(key: str) -> str:
 
 
 def _kind(key: str, config: TrainConfig, mine: object, there: object) -> str:
-    """ "free", "said" or "refused"."""
+    """Return "free", "said" or "refused"."""
     if config.streams and key in OF_A_STREAM:
         return "refused"
     if key == "codec":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _File:
-    """The path of a file of a run, by its name in the folder."""
+    """Path of a file of a run, by its name in the folder."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class _File:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """Where one run keeps its files."""
+    """Folder of the files of one run."""
 
     path: Path
 
@@ -205,6 +205,6 @@ class RunFolder:
 
 
 def step_of(checkpoint: Path) -> int:
-    """How many steps a checkpoint has behind it, by the name of its folder; -1 for another folder."""
+    """Number of steps in a checkpoint, by the name of its folder; -1 for another folder."""
     number = checkpoint.name.removeprefix("step_")
     return int(number) if number.isdecimal() else -1

@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """What a step takes."""
+        """Seconds of a step."""
         return self.panel.seconds
 
     @property
@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank keeps to the memory of the plan."""
+        """True if the fullest rank keeps to the memory of the plan."""
         return self.plan.memory is None or with_margin(max(self.memory)) <= self.plan.memory
 
 
@@ -90,7 +90,7 @@ class Comparison:
         return min(fitting, key=lambda one: (round(one.seconds, 9), max(one.memory)))
 
     def facts(self) -> dict[str, Any]:
-        """What ``schedules.json`` holds."""
+        """Return the content of ``schedules.json``."""
         best = self.chosen
         rows = [
             {
@@ -181,7 +181,7 @@ def check_order(plan: Plan) -> None:
 
 
 def _stream(plan: Plan) -> tuple[Programs, Panel]:
-    """The program of enough batches for a stream to be full, and a step in its middle.
+    """Program of enough batches for a stream to be full, and a step in its middle.
 
     One batch more takes a step more, filling and draining left out."""
     options = {"schedule": plan.schedule, "micro_batches": plan.micro_batches}
@@ -197,7 +197,7 @@ def _stream(plan: Plan) -> tuple[Programs, Panel]:
 def _memory(
     profile: Profile, plan: Plan, programs: Programs, versions: tuple[int, ...], state: float | None
 ) -> tuple[int, ...]:
-    """The most bytes on every rank, at any instant of its program."""
+    """Peak bytes on every rank, over all instants of its program."""
     layers = {layer.name: layer for layer in profile.layers}
     sizes = [sizes_of([layers[name] for name in stage.layers]) for stage in plan.stages]
 

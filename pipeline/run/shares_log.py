@@ -47,7 +47,9 @@ class SharesLog:
     def after(self, report: Report) -> None:
         """Write and tell the shares of the next step, if they are others."""
         if self._path is not None and self._pipe.plan.shares != self._shares:
-            self._tell(f"shares of replicas behind step {report.step + 1}: {_told(self._pipe.plan)}")
+            shares = enumerate(self._pipe.plan.shares)
+            stages = ", ".join(f"stage {stage} {list(own)}" for stage, own in shares if len(own) > 1)
+            self._tell(f"shares of replicas behind step {report.step + 1}: {stages}")
             self._note()
 
     def _note(self) -> None:
@@ -82,8 +84,3 @@ def _lines_before(first: int, path: Path) -> list[dict[str, Any]]:
 
 def _listed(plan: Plan) -> list[list[int]]:
     return [list(own) for own in plan.shares]
-
-
-def _told(plan: Plan) -> str:
-    stages = [f"stage {s} {list(own)}" for s, own in enumerate(plan.shares) if len(own) > 1]
-    return ", ".join(stages)

@@ -1,4 +1,4 @@
-"""What a person sees when a run has ended: a row for each stage, and the lines below."""
+"""Table at the end of a run: a row for each stage, and the lines below."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _data(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What reading samples took, what was left out, and what a cache spared."""
+    """Lines about reading samples: the seconds, samples left out, and reads that a cache spared."""
     lines = []
     if ranks:
         waits = ", ".join(f"{row['waited_seconds']:.1f} s on rank {rank}" for rank, row in enumerate(ranks))
@@ -109,13 +109,13 @@ def _data(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _lossy(codec: str) -> str:
-    """What to say of a codec that loses bits; nothing of the others."""
+    """Text about a codec that loses bits; "" for the others."""
     shown = show_codec(codec)
     return "" if shown == codec else f" by {shown}, so not with the bits of the plain loop"
 
 
 def _codecs(summary: Mapping[str, Any]) -> list[str]:
-    """The codec of the largest values and gradients, and how the choice ran against others."""
+    """Codec of the largest values and gradients, and how the choice ran against others."""
     searched = summary["codec"] == "auto"
     if not summary["turns"]:
         soon = searched and summary["bytes_sent"]

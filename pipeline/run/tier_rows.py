@@ -1,4 +1,4 @@
-"""What the tiers of every rank were predicted to hold at most, and held: as rows, a table and a sentence."""
+"""Predicted and measured peaks of the tiers of every rank: as rows, a table and a sentence."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ def tier_rows(
 
 
 def _waits_for(stage: PlanStage) -> str:
-    """The tier whose milliseconds are told of a stage: that of its parameters, which is slower to come."""
+    """Tier whose waits are shown for a stage: that of its parameters, which is slower to come."""
     return stage.tier if stage.parameters_tier == "device" else stage.parameters_tier
 
 
 def _budget(plan: Plan, rank: int, ranks: Sequence[int]) -> int | None:
-    """What a process may hold: where one runs all ranks, it has the memory of all."""
+    """Byte budget of a process; one that runs all ranks has the memory of all."""
     if plan.memory is None:
         return None
     return plan.memory * len({plan.owner(s) for s, other in enumerate(ranks) if other == rank})
 
 
 def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]:
-    """What says, once the first step is over, how much each tier will hold at most.
+    """Return a function that reports, after the first step, how much each tier will hold at most.
 
-    Nothing is said where ``tier_table`` would show nothing of that step."""
+    It reports nothing where ``tier_table`` would show nothing of that step."""
     told: list[bool] = []
 
     def see(report: Report) -> None:
@@ -88,7 +88,7 @@ def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None
 
 
 def _tells(tiers: Iterable[str], *budgets: int | None) -> bool:
-    """Whether there is more to tell of the ``tiers`` that hold anything than how full a device is."""
+    """True if any of the ``tiers`` in use is other than a device."""
     return any(budgets) or any(tier != "device" for tier in tiers)
 
 

@@ -47,7 +47,7 @@ def perfetto_trace(
 
 
 class _Rows(NamedTuple):
-    """Which row of a rank is which: its stages by their number, then the frames down and up."""
+    """Rows of a rank: its stages by their number, then the frames down and up."""
 
     num_stages: int
 
@@ -87,7 +87,7 @@ def _bytes(span: Span) -> dict[str, Any]:
 
 
 class _Frame(NamedTuple):
-    """What ``sender`` sent to ``reader``, and since when it was the next to be taken."""
+    """Frame from ``sender`` to ``reader``, and since when it was the next to be taken."""
 
     sender: Span
     reader: Span
@@ -96,7 +96,7 @@ class _Frame(NamedTuple):
 
 
 def _frames(spans: Sequence[Span]) -> Iterator[_Frame]:
-    """Every frame that passes from rank to rank, to the neighbouring stage; a rank takes them in order."""
+    """Yield every frame between ranks, to the neighbouring stage; a rank takes them in order."""
     by_name = {(span.stage, span.op, span.micro_batch): span for span in spans}
     free: dict[tuple[int, str], float] = {}
     for sender in sorted(spans, key=lambda span: span.end):
@@ -128,14 +128,13 @@ def _travel(frame: _Frame, rows: _Rows) -> Iterator[Event]:
 
 
 def _inside(span: Span) -> tuple[float, float]:
-    """Moments in microseconds just behind the beginning and just before the end of an instruction's event."""
+    """Moments in microseconds just after the beginning and just before the end of an instruction's event."""
     times = _times(span.start + span.waiting, span.end)
     little = min(1.0, times["dur"] / 4)
     return times["ts"] + little, times["ts"] + times["dur"] - little
 
 
 def _names(spans: Sequence[Span], frames: Sequence[Event], rows: _Rows) -> list[Event]:
-    """What the rows are called, in their order."""
     found = {(span.rank, span.stage): f"stage {span.stage}" for span in spans}
     ways = {rows.way(op): way for op, (_, way) in WAYS.items()}
     found |= {(event["pid"], event["tid"]): ways[event["tid"]] for event in frames if event["ph"] == "X"}
@@ -181,7 +180,7 @@ class Panel:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Seconds that it lasts."""
         last = max((span.end for span in self.spans), default=1e-3) if self.end is None else self.end
         return last - self.begin
 
@@ -245,9 +244,9 @@ def _draw_panel(axes: Axes, panel: Panel, *, end: float) -> None:
 
 
 def _draw_span(axes: Axes, span: Span, panel: Panel, *, end: float, stages: list[int]) -> None:
-    """The box, what it waited before, and the number of the micro-batch; times in ms.
+    """Draw the box, the wait before it, and the number of the micro-batch; times in ms.
 
-    Each of several stages has a lane of its own in the row of its rank."""
+    Each of several stages has a lane in the row of its rank."""
     from matplotlib.patches import Rectangle
 
     last = panel.begin + panel.seconds
@@ -269,7 +268,7 @@ def _draw_span(axes: Axes, span: Span, panel: Panel, *, end: float, stages: list
 
 
 def _draw_axes(axes: Axes, panel: Panel, stages_of_rank: list[list[int]], *, end: float) -> None:
-    """One row per rank, rank 0 on top, with the share of the step in which it computed."""
+    """Draw one row per rank, rank 0 on top, with the share of the step in which it computed."""
     names = [
         f"rank {rank}, {_stages(stages)}\n{100 - 100 * share:.0f} % busy"
         for rank, (stages, share) in enumerate(zip(stages_of_rank, panel.bubble, strict=True))

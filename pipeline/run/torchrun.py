@@ -87,7 +87,9 @@ def follow(config: TrainConfig, folder: RunFolder) -> tuple[Plan, RunFolder, Wor
 
 
 def _take(config: TrainConfig, folder: RunFolder, message: Any) -> tuple[Plan, RunFolder]:
-    """Check what rank 0 sent, write its decisions into ``config``, return its plan and the run folder."""
+    """Check the message of rank 0, write its decisions into ``config``, return its plan and the run
+    folder.
+    """
     kinds = {"plan": dict, "threads": int, "resumes": bool, "folder": str, "record": str}
     right = isinstance(message, Mapping) and all(type(message.get(key)) is kinds[key] for key in kinds)
     if not right or message["threads"] < 1:

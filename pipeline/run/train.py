@@ -72,13 +72,12 @@ def train(
         sharing.check(config, samples)
         build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
         source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
-        plan, pipe = made(config, samples, given=given, source=source, folder=folder)
+        plan, pipe = build_run(config, samples, given=given, source=source, folder=folder)
         folder.begin(console.warn, resumes=source is not None and source.own)
         folder.save(config, plan)
     console.begin(plan, folder.path)
 
     def start(config: TrainConfig, plan: Plan) -> None:
-        """Run ranks of our own."""
         with _traced(config):
             with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
                 told.tell(config, plan)
@@ -93,7 +92,7 @@ def train(
 
     def replan(config: TrainConfig) -> Plan:
         config.stages = stages
-        plan, _ = made(config, samples, folder=folder)
+        plan, _ = build_run(config, samples, folder=folder)
         folder.save(config, plan)
         return plan
 
@@ -114,7 +113,7 @@ def train(
     console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
 
 
-def made(
+def build_run(
     config: TrainConfig,
     samples: Samples,
     *,
@@ -221,7 +220,7 @@ if __name__ == "__main__":
 
 @contextlib.contextmanager
 def _traced(config: TrainConfig, errors: Path | None = None) -> Iterator[None]:
-    """Leave the traceback of what fails inside in the folder ``errors``; None: ranks did, and the notes of
+    """Write the traceback of an error inside into the folder ``errors``; None: ranks did, and the notes of
     the error have it. With ``traceback=true`` print it."""
     try:
         yield

@@ -82,10 +82,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Where a run begins and ends.
+    """Steps from the beginning of a run to its end.
 
-    Args:    done: steps that it has behind it, of ``steps``; ``steps_of_an_epoch``; ``tests``: batches of the
-             test split."""
+    Args:
+        done: Steps before it, of ``steps``.
+        tests: Batches of the test split."""
 
     epochs: int
     steps: int
@@ -178,8 +179,8 @@ def loader(
 
 
 def _split(pipe: Pipeline) -> tuple[bool, ...]:
-    """For each micro-batch whether this rank reads its inputs; nothing where no rank reads a part of them, or
-    nobody knows ahead which."""
+    """For each micro-batch, True if this rank reads its inputs; empty where no rank reads a part of them, or
+    the parts are not known ahead."""
     if pipe.plan.replicas[0] == 1 or pipe.sharing.follows:
         return ()
     return tuple(pipe.reads(micro_batch) for micro_batch in range(pipe.plan.micro_batches))
@@ -282,7 +283,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
             test = run_epochs(pipe, plan, config, ahead, batches, **more)
     pipe.drain()
-    data = pipe.world.all_gather_json(batches.told, at="the end of its data")
+    data = pipe.world.all_gather_json(batches.figures, at="the end of its data")
     spans, flows = pipe.timeline(), pipe.flows()
     sizes = {key: pipe.state.expected[key].numel() for key in pipe.state.keys}
     writer(config.model, pipe)(pipe, folder.model, before=lambda: mark and folder.check(mark))

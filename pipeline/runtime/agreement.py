@@ -35,7 +35,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def together(self, at: str) -> Iterator[None]:
-        """What is done inside, every rank does or none: what one rank refuses, all do.
+        """Do the block on every rank or on none: a refusal of one rank is raised on all.
 
         Raises: Disagreement: another rank refused."""
         try:
@@ -126,7 +126,7 @@ class Agreement:
 
 
 def _difference(ours: Fact | None, first: int, theirs: Fact | None, rank: int) -> str:
-    """Ranks ``first`` and ``rank`` in one sentence: two values of one thing, or two things."""
+    """Describe the difference of ranks ``first`` and ``rank``: two values of one thing, or two things."""
     said = [f"has {fact.what}" if fact else "has no more" for fact in (ours, theirs)]
     found = f"rank {first} {said[0]} where rank {rank} {said[1]}"
     if ours and theirs and ours.what == theirs.what:
@@ -142,7 +142,7 @@ def _short(text: str) -> str:
 
 
 def _other_wish(ours: Plan, theirs: Plan) -> tuple[str, str, str] | None:
-    """What two plans decide that the planner's measurements cannot have made different, and each side's."""
+    """First decision that differs between two plans and does not depend on measurements, with both values."""
     searched = ("stages", "asked", "signature")  # an example of other data has other integers
     names = [field.name for field in dataclasses.fields(Plan) if field.name not in searched]
     for name in (*names, *DECISIONS):

@@ -1,4 +1,4 @@
-"""What Pipeline refuses before anything runs: each a PlanError that says the rule, what was found and the
+"""Refusals of Pipeline before anything runs: each a PlanError with the rule, what was found and the
 remedy."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Options:
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether a NaN in a gradient is a mistake: without a loss scale that looks for overflows itself."""
+        """True if a NaN in a gradient is a mistake: without a loss scale that looks for overflows itself."""
         return self.autocast is not torch.float16 and not scale_of(self.scaler).checks
 
 
@@ -120,7 +120,7 @@ def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], O
         except (PlanError, ValueError):
             raise
         except Exception as error:
-            raise PlanError(f"the optimizer of a stage cannot be made: {_said_of(error)}") from error
+            raise PlanError(f"the optimizer of a stage cannot be made: {_format_error(error)}") from error
 
     return make
 
@@ -132,7 +132,7 @@ def scheduler_of(scheduler: Callable[[Optimizer], LRScheduler]) -> Callable[[Opt
         try:
             made = scheduler(optimizer)
         except Exception as error:
-            raise PlanError(f"the scheduler of a stage cannot be made: {_said_of(error)}") from error
+            raise PlanError(f"the scheduler of a stage cannot be made: {_format_error(error)}") from error
         if isinstance(made, ReduceLROnPlateau) or not callable(getattr(made, "step", None)):
             raise PlanError(
                 "scheduler makes what is stepped after every update without arguments, found "
@@ -143,12 +143,12 @@ def scheduler_of(scheduler: Callable[[Optimizer], LRScheduler]) -> Callable[[Opt
     return make
 
 
-def _said_of(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scaler: object) -> None:
-    """What the update of the weights can do with the schedule and the weights of ``plan``."""
+    """Refuse an update of the weights that the schedule or the weights of ``plan`` rule out."""
     if scope not in SCOPES:
         raise PlanError(f"clip_scope is one of {', '.join(SCOPES)}, found {scope!r}; choose one of these")
     if clip is not None and scope == "global" and plan.schedule == STREAM:
@@ -165,7 +165,7 @@ def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scal
 
 
 def _sparse(model: nn.Module) -> Iterator[str]:
-    """The modules whose gradients are sparse."""
+    """Yield the names of modules whose gradients are sparse."""
     return (name for name, module in model.named_modules() if getattr(module, "sparse", False) is True)
 
 
@@ -251,11 +251,12 @@ def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
     if ours != theirs:
         raise PlanError(
             "a state goes on with the schedule, weights and cuts that it was made with, "
-            f"{_said(theirs)}, found {_said(ours)}; plan alike, or load only its model, before the Pipeline"
+            f"{_format_versions(theirs)}, found {_format_versions(ours)}; plan alike, or load only its "
+            "model, before the Pipeline"
         )
 
 
-def _said(versions: object) -> str:
+def _format_versions(versions: object) -> str:
     if versions is None:
         return "a synchronous schedule"
     known = {"schedule", "weights", "prediction", "cuts"}

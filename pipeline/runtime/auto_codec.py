@@ -1,4 +1,4 @@
-"""Who says how a message is packed, and how many are in flight: one setting, or ``auto.Auto``."""
+"""Policies for the codec of each flow and the micro-batches in flight: one setting, or ``auto.Auto``."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Policy(Protocol):
 
     @property
     def extra(self) -> int:
-        """How many micro-batches more than the schedule's own the next step has in flight."""
+        """Number of micro-batches in flight in the next step beyond the schedule's."""
         ...
 
     @property
     def settled(self) -> bool:
-        """Whether this is not one of the first steps, in which choices are still tried."""
+        """False in the first steps, in which choices are still tried."""
         ...
 
     def codec(self, flow: Flow) -> str:
@@ -124,7 +124,7 @@ Choice = Mapping[Flow, str]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What was measured: the cost of every codec on every flow, seconds of every stage's F, B and U without
+    """Measurements: the cost of every codec on every flow, seconds of every stage's F, B and U without
     packing, bytes per second between ranks (none: no link), and whether the ranks' programs run at the same
     time."""
 
@@ -134,7 +134,9 @@ class Prices:
     parallel: bool = True
 
     def cost(self, flow: Flow, choice: Choice) -> Cost:
-        """What a flow costs under ``choice``; a gradient has a bitmap only if its value's codec has one."""
+        """Return the cost of a flow under ``choice``; a gradient has a bitmap only if its value's codec
+        has one.
+        """
         codec = choice.get(flow, "raw")
         if codec.startswith(MASKED) and not has_bitmap(choice.get(flow.downstream, "raw")):
             codec = codec.removeprefix(MASKED)
@@ -190,7 +192,7 @@ def _raw_bytes(flow: Flow, prices: Prices) -> float:
 
 
 def _worth_trying(flow: Flow, prices: Prices) -> list[str]:
-    """The codecs of a flow less those that another one, with a bitmap only if they need one too, beats in
+    """Codecs of a flow without those that another one (with a bitmap only if they need one too) beats in
     bytes and in seconds at once."""
     table = prices.costs[flow]
 
@@ -218,7 +220,7 @@ WORTH = 0.97  # of the seconds of what runs: less is worth a change, or one more
 
 
 class Setting(NamedTuple):
-    """What runs: the codec of every flow, and how many more are in flight than the schedule's own."""
+    """Setting of a step: the codec of every flow, and the number in flight beyond the schedule's."""
 
     codecs: Choice
     extra: int = 0
@@ -288,12 +290,12 @@ class Auto:
 
     @property
     def settled(self) -> bool:
-        """Whether a setting has won."""
+        """True if a setting has won."""
         return self.chosen is not None
 
     @property
     def trying(self) -> bool:
-        """Whether this step tries codecs."""
+        """True if this step tries codecs."""
         return self.number in TRIALS or (self.number > 0 and self.number % EVERY == 0)
 
     @property
@@ -349,7 +351,7 @@ class Auto:
         self.number += 1
 
     def _contend(self, others: Others) -> None:
-        """Put all ranks' prices together; what they predict runs against what is known to be safe."""
+        """Put all ranks' prices together, and let the predicted setting run against the known safe one."""
         prices = self._prices(others(self.extras[0]))
         self._forget()
         start = Setting({flow: self._start(flow) for flow in prices.costs}, self.extras[0])
@@ -369,7 +371,7 @@ class Auto:
         self.seconds = [[] for _ in self.contenders]
 
     def _best(self, others: Others, prices: Prices, *, start: Choice) -> Setting:
-        """What is predicted to be best; packing, and one more in flight, must be ``WORTH`` its price."""
+        """Predict the best setting; packing, and one more in flight, must be ``WORTH`` its price."""
         found: list[tuple[float, Setting]] = []
         plain: Choice = dict.fromkeys(start, "raw")
         for extra in self.extras:
@@ -399,7 +401,7 @@ class Auto:
         self.chosen, self.contenders = [*self.contenders.values()][fastest], {}
 
     def _prices(self, messages: StepMessages) -> Prices:
-        """What all ranks measured, the same on each."""
+        """Gather the measurements of all ranks, the same on each."""
         if self.rates is None:
             self.rates = self._rates(messages)
         mine = [[[*flow], _means(table)] for flow, table in self.costs.items()]

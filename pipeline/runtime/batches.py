@@ -22,7 +22,7 @@ from ...stages.tracing.layers import casting
 
 
 class MicroBatch(NamedTuple):
-    """What a micro-batch brings from outside: the model's inputs, targets, its share of the batch.
+    """Inputs of a micro-batch from outside: the model's inputs, targets, its share of the batch.
 
     It is number ``index`` of the batch of ``step``, which is number ``batch`` since the last drain."""
 
@@ -93,13 +93,13 @@ def micro_batches(
 
 
 def _length(column: Column) -> int | None:
-    """How many samples it has; None: dimensions are missing."""
+    """Number of samples; None: dimensions are missing."""
     parts = [column] if isinstance(column, torch.Tensor) else column
     return sum(len(part) for part in parts) if all(part.dim() for part in parts) else None
 
 
 def _parts(column: Column, sizes: Sequence[int], *, whole: bool) -> Sequence[torch.Tensor]:
-    """Those of the micro-batches; what was split already must be split alike."""
+    """Split into micro-batches; a column that was split already must be split alike."""
     if isinstance(column, torch.Tensor):
         return [column] * len(sizes) if whole else column.tensor_split(len(sizes))
     if (found := [len(part) for part in column]) != list(sizes):
@@ -115,7 +115,7 @@ def _listed(sizes: Sequence[int]) -> str:
 
 
 def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, samples: int) -> None:
-    """Refuse what would go to every micro-batch as a whole, or cannot be split."""
+    """Refuse tensors that would go to every micro-batch as a whole, or cannot be split."""
     numbers = len(targets) == samples > 1 and all(isinstance(leaf, int | float) for leaf in targets)
     if numbers or any(isinstance(leaf, numpy.ndarray) for leaf in targets):
         raise PlanError(
@@ -138,7 +138,7 @@ def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, 
 
 
 def _refuse_unread(what: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse what has no memory where somebody reads it."""
+    """Refuse tensors without memory where this rank reads them."""
     if any(tensor.is_meta for tensor in tensors):
         raise PlanError(
             f"the {what} of a batch are read on this rank, found some on the meta device; ask "
@@ -165,7 +165,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def _fresh(item: Any, device: Device | None = None) -> Any:
-    """A tensor in memory of its own, on ``device`` if there is one."""
+    """Copy into private memory, on ``device`` if there is one."""
     if not isinstance(item, torch.Tensor):
         return item
     return item.clone() if device is None or item.device == device.torch else _moved(item, device)
@@ -222,7 +222,7 @@ def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], 
 
 
 def _place(outputs: Any, autocast: torch.dtype | None) -> torch.device:
-    """Where a loss is computed; only a cast asks."""
+    """Device where a loss is computed; only a cast asks."""
     return CPU if autocast is None else next((t.device for t in _tensors(outputs)), CPU)
 
 

@@ -38,7 +38,7 @@ Marks = Mapping[Device, Any]
 
 
 class _Passed(NamedTuple):
-    """An instruction that was queued: its marks, those of its waits and packings, and what it sent."""
+    """A queued instruction: its marks, those of its waits and packings, and the bytes it sent."""
 
     instruction: Instruction
     marks: tuple[Marks, Marks]
@@ -111,14 +111,14 @@ class DeviceMeter(Meter):
 
 
 class _Lanes:
-    """What lies beside the computing of one device: its kernels, buffers, and a stream for each way."""
+    """Resources of one device next to its computing: kernels, buffers, and a stream for each direction."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.kernels, self.buffers = device, device.kernels, DevicePool(device)
         self.packing, self.unpacking = device.stream(), device.stream()
 
     def brought(self, frame: Frame, header: Header) -> DeviceFrame:
-        """A frame in pinned memory, or on another device, as one on this; lets go of it when it was read."""
+        """Move a frame from pinned memory or another device to this one; release it once it is read."""
         size = header_bytes(len(header.sizes)) + header.payload_bytes
         there, here = self.buffers.take(size), frame.buffer
         after = [frame.written] if isinstance(frame, DeviceFrame) else []
@@ -225,7 +225,7 @@ def frames_of(
     stages: Mapping[int, Stage],
     policy: Policy,
 ) -> tuple[Meter, Frames]:
-    """What packs for ``stages``, which compute on ``devices``, and what counts it."""
+    """Return the meter and the frames of ``stages``, which compute on ``devices``."""
     if any(device.is_gpu for device in devices.values()):
         meter = DeviceMeter(rank, stages, devices)
         return meter, DeviceFrames(transport, policy=policy, meter=meter, devices=devices)

@@ -1,7 +1,7 @@
-"""Which devices the stages of a process compute on, whether they suit each other, and whether there is room.
+"""Placement of the stages of a process on devices; unsuitable devices and lack of room are refused.
 
-A rank computes on one device, or spreads its stages over several of one kind; what a plan says of a stage
-counts more than where the model was put."""
+A rank computes on one device, or spreads its stages over several of one kind; the plan's device of a stage
+counts more than the device of the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Given = str | torch.device | Device | None
 
 
 def rank_device(model: nn.Module, world: World, given: Given) -> Device:
-    """Where this rank computes if its stages name nothing: what was given, the world's, or the model's.
+    """Return this rank's device for stages that name none: the given one, the world's, or the model's.
 
     Raises: ConfigError, PlanError: it is not there, or two were given."""
     if given is None:
@@ -44,15 +44,15 @@ def rank_device(model: nn.Module, world: World, given: Given) -> Device:
 
 
 def _number(world: World) -> int:
-    """The number of this rank among those of its machine."""
+    """Number of this rank among those of its machine."""
     thread = thread_of(world.group)
     return local_rank() if thread is None else thread
 
 
 def stage_devices(plan: Plan, world: World, device: Device) -> dict[int, Device]:
-    """Where each stage of this process computes, whose rank computes on ``device``.
+    """Return the device of each stage of this process, whose rank computes on ``device``.
 
-    Raises: PlanError: one names what is not there, or they are of several kinds."""
+    Raises: PlanError: one names a missing device, or they are of several kinds."""
     found: dict[int, Device] = {}
     for number, stage in enumerate(plan.stages):
         if not (world.is_alone or world.rank in stage.ranks):
@@ -101,8 +101,8 @@ def check_devices(agreement: Agreement, plan: Plan, devices: Mapping[int, Device
 
 
 def _check_room(gpus: Sequence[Sequence[tuple[int, Sequence[Any]]]]) -> None:
-    """``gpus``: of each the ranks there, with its name, what they need, which it is, what is free, what is
-    theirs."""
+    """``gpus``: for each, the ranks there, each with its name, its need, the GPU, the free bytes, its
+    present bytes."""
     for rooms in gpus:
         needed = sum(room[1] for _, room in rooms)
         free = min(room[3] for _, room in rooms) + sum(room[4] for _, room in rooms)

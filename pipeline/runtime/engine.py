@@ -122,14 +122,14 @@ class Engine:
         return outputs
 
     def _ahead(self, program: Sequence[Instruction], number: int) -> None:
-        """Tell the memory thread where the program is; weights of the next backward come while this runs."""
+        """Pass the position to the memory thread; weights of the next backward come while this runs."""
         self.memory.at(number)
         following = program[number + 1] if number + 1 < len(program) else None
         if following is not None and following.op in _BACKWARDS:
             self.stages[following.stage].fetch(following.micro_batch)
 
     def _fail(self, step: Step, instruction: Instruction | None, error: BaseException) -> NoReturn:
-        """Raise what is told of an error, SystemExit in a layer included; Ctrl-C stays what it is."""
+        """Raise the described error, SystemExit in a layer included; Ctrl-C stays what it is."""
         failure = self.failures.worded(place(step, instruction), error)
         if isinstance(error, KeyboardInterrupt):
             raise error
@@ -158,7 +158,7 @@ class Engine:
             )
         self.frames.send_outputs(step, instruction, sent)
         if stage.last:
-            self._lose(step, stage, index, outputs, batch)
+            self._set_loss(step, stage, index, outputs, batch)
             if step.keeps_outputs:
                 self.outputs[index] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
         # Behind the loss: it may write to the outputs, and a backward reads memory as it is by then.
@@ -174,7 +174,7 @@ class Engine:
         self.frames.release_inputs(step, instruction)
         return outputs
 
-    def _lose(self, step: Step, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
+    def _set_loss(self, step: Step, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         # Outputs may be parameters.
         with stage.weights.backward(index), self.guards.loss(stage.index, self.loss):
             mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
@@ -186,7 +186,7 @@ class Engine:
         self.losses[index] = mean.detach()
 
     def _backward(self, step: Step, instruction: Instruction) -> None:
-        """All of a backward, or the half of it that other stages wait for."""
+        """Run all of a backward, or the half of it that other stages wait for."""
         stage, index = self.stages[instruction.stage], instruction.micro_batch
         assert index is not None
         run = stage.backward if instruction.op is Op.B else stage.backward_inputs

@@ -1,4 +1,4 @@
-"""What is said of an error in a step: the rank, the stage, the instruction, and what happened there."""
+"""Text of an error in a step: the rank, the stage, the instruction, and what happened there."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Failures:
 
 
 def _of_memory(what: str, error: BaseException | None) -> str:
-    """What to say where a device had no memory left, whoever has worded it since; "" where it had."""
+    """Text where a device had no memory left, whatever its wording; "" for other errors."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__
     if error is None:
@@ -78,7 +78,7 @@ def _of_memory(what: str, error: BaseException | None) -> str:
 
 
 def place(step: Step, instruction: Instruction | None) -> str:
-    """Where a step is, in words; None: before its first instruction, or behind its last."""
+    """Describe the place in a step; None: before its first instruction, or after its last."""
     if instruction is None:
         return f"step {step.number}" if step.training else "evaluation"
     what = f"stage {instruction.stage}, {WORDS[instruction.op]}"

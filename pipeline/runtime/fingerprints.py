@@ -1,7 +1,7 @@
-"""What all ranks must have alike, as facts: a name, a value that can be shown, and how to make it the same.
+"""Facts that all ranks must have alike: a name, a value that can be shown, and how to make it the same.
 
 Bits are facts as checksums: a CRC sees every change of up to 32 bits in a row, at the speed of memory. It is
-there for mistakes, such as a seed that was not set; whoever means to deceive has other ways.
+for mistakes, such as a seed that was not set; it does not stop an attacker.
 Functions cannot be compared; their names can."""
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class Fact:
 
 
 def of_process(device: torch.device = CPU) -> list[Fact]:
-    """What decides the bits of a layer on ``device`` beside its weights: the build of torch, and how it was
-    set."""
+    """Facts that decide the bits of a layer on ``device`` beside its weights: torch's build and settings."""
     version, _, variant = torch.__version__.partition("+")
     backends, commit = torch.backends, str(torch.version.git_version)[:8]
     precisions = {
@@ -154,7 +153,7 @@ def _of_model(model: nn.Module) -> list[Fact]:
 
 
 def of_layers(graph: LayerGraph) -> list[Fact]:
-    """What runs, layer by layer: functions with the numbers baked in, modules with their settings."""
+    """Facts of the layers in order: functions with the numbers baked in, modules with their settings."""
     facts, model_copy = [], graph.model_copy
     known = {n for n, _ in (*model_copy.named_parameters(), *model_copy.named_buffers())}
     for mode, traced in (("train", graph.train), ("eval", graph.eval)):
@@ -195,7 +194,7 @@ def of_batch(inputs: Sequence[Column], names: Iterable[str], targets: Any) -> li
 
 
 def of_state(state: Any) -> list[Fact]:
-    """What a state holds, tensors as checksums."""
+    """Facts of a state, tensors as checksums."""
     leaves, _ = tree_flatten_with_path(state)
     facts = [Fact(f"the state{keystr(path)}", _shown(leaf), STATE) for path, leaf in leaves]
     return sorted(facts, key=lambda fact: fact.what)  # whatever the order in which it was written down
@@ -208,7 +207,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    """That of the elements in their order; those of the meta device have no bits."""
+    """Checksum of the elements in their order; those of the meta device have no bits."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return "none"
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)

@@ -60,7 +60,7 @@ class Frames:
         self.transport.end(step.messages)
 
     def gather_inputs(self, step: Step, instruction: Instruction) -> dict[int, Any]:
-        """What a forward works on, by number: received values, tied parameters, the model's inputs."""
+        """Gather a forward's inputs by number: received values, tied parameters, the model's inputs."""
         stage, index = instruction.stage, instruction.micro_batch or 0
         route = step.messages.routes[index][stage]
         items = self.receive(step, instruction)
@@ -75,7 +75,9 @@ class Frames:
         return items
 
     def receive(self, step: Step, instruction: Instruction) -> dict[int, Any]:
-        """What came for an instruction; for a backward the gradients of the values that its forward sent."""
+        """Receive the frames of an instruction; for a backward the gradients of the values that its
+        forward sent.
+        """
         return {m.value: self._unpack(m, step) for m in step.messages.receives[instruction]}
 
     def send_outputs(self, step: Step, instruction: Instruction, items: Mapping[int, Any]) -> None:
@@ -157,7 +159,7 @@ class Frames:
     def _opened(
         self, message: Message, frame: Frame, promise: Promise, mask: Frame | None
     ) -> tuple[Frame, Any, bool]:
-        """The frame that came, what is in it, and whether that asks for a gradient."""
+        """Return the frame, its tensor, and whether that asks for a gradient."""
         bitmap = None if mask is None else mask.bytes
         item, frame.num_bytes, asks = decode_received(frame.buffer, promise, mask=bitmap, pooled=True)
         return frame, item, asks
@@ -179,7 +181,7 @@ class Frames:
     def _checked(
         self, message: Message, item: Any, codec: str, observed: bool
     ) -> tuple[torch.Tensor | None, str, Frame | None, bool]:
-        """What is to be packed, by which codec, with whose bitmap, and whether it asks for a gradient."""
+        """Return the tensor to be packed, its codec, its bitmap, and whether it asks for a gradient."""
         promise, value = message.promise, message.answers
         if promise.number:
             item, codec = torch.tensor(item, dtype=NUMBERS[type(item)], device=HOST), "raw"  # as it is now

@@ -1,6 +1,6 @@
-"""What the ranks tell each other of their work: the report of a step, its spans, the flows so far.
+"""Exchange between ranks: the report of a step, its spans, the flows so far.
 
-All of it is collective: every rank asks at the same point of its program, and every rank gets the answer."""
+All of it is collective: every rank calls it at the same point of its program and gets the same result."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Slices:
                 )
 
     def _go_on(self) -> None:
-        """Send the next slices, as far as they are whole; an error is raised where somebody waits."""
+        """Send the next slices, as far as they are whole; an error is raised by the wait."""
         while self.lost is None and len(self.works) < len(self.missing) and not self.missing[len(self.works)]:
             one = self.flat.slices[len(self.works)]
             try:

@@ -158,7 +158,7 @@ class Guards:
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at every operation while a door is open."""
+    """Checks every operation while a door is open."""
 
     def __init__(self, guards: Guards, door: str, stage: int, named: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let what torch.compile made run as it does without a watch."""
+        """Let compiled code of torch.compile run as it does without a watch."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,7 +180,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _check(self, code: str, touched: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        """Refuse what these tensors are of the model, if the plain loop might have another there."""
+        """Refuse those of these tensors that are of the model, if the plain loop might have others there."""
         if self.guards.moves:
             self.storages = self._storages()
         for tensor in touched:
@@ -202,7 +202,7 @@ class _Watch(TorchDispatchMode):
         return name
 
     def _code(self) -> str | None:
-        """Say which code of a person calls, by name and place; None: only that of torch and ours."""
+        """Name and place of the person's code that is running; None: only torch's and ours."""
         frame: FrameType | None = sys._getframe(2)
         code = "" if self.door == "the loss" else None
         while frame is not None and (module := frame.f_globals.get("__name__", "")) != _ENGINE:
@@ -215,7 +215,6 @@ class _Watch(TorchDispatchMode):
 
 
 def _hooks(parameter: Tensor) -> Iterator[object]:
-    """The hooks of a parameter's gradient."""
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         yield from (getattr(parameter, kind, None) or {}).values()
 
@@ -228,7 +227,7 @@ def _reach(call: Any) -> tuple[object, ...]:
 
 
 def _is_a_persons(item: object) -> bool:
-    """Whether it is none of ours: parameters that are offloaded have hooks, too."""
+    """True for an object that is not ours; offloaded parameters have hooks, too."""
     home = item if isinstance(item, FunctionType) else type(item)
     return not home.__module__.startswith("penstock.")
 

@@ -40,7 +40,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """The block in which Ctrl-C waits for ``check``, or for the end of the block."""
+        """Delay Ctrl-C until ``check``, or the end of the block."""
         mine = threading.current_thread() is threading.main_thread()
         if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield

@@ -1,11 +1,10 @@
-"""How many micro-batches each replica of a stage shall take: as many as it is fast, by what was measured.
+"""Numbers of micro-batches for each replica of a stage, in proportion to its measured speed.
 
-The parts of a whole by largest remainder are whole numbers, nobody's further than one from what is due. They
-are taken up only where the slowest replica gains by it: seconds vary, and shares that follow each of their
-turns would make ever other sums, and plans of steps, for nothing.
+The parts of a whole by largest remainder are whole numbers, and each differs from its due by less than one.
+They are taken up only where the slowest replica gains by it: seconds vary, and shares that follow each of
+their turns would make ever other sums, and plans of steps, for nothing.
 
-Source: Hamilton's method (Balinski and Young, Fair Representation, 1982, appendix A); replicas by measured
-speed: claims C5 and C6 of CN107463448A."""
+Source: Hamilton's method (Balinski and Young, Fair Representation, 1982, appendix A)."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ NONE: Seconds = {}
 
 
 class Sharing(abc.ABC):
-    """What shares a plan has.
+    """Shares of a plan.
 
     Attributes: follows: whether they may change between steps."""
 
@@ -139,10 +138,13 @@ def check_asked(asked: object) -> None:
 
 
 def sharing_of(asked: str | None, plan: Plan, *, alone: bool) -> Sharing:
-    """What ``Pipeline(shares=asked)`` means.
+    """Return the sharing of ``Pipeline(shares=asked)``.
 
-    Args:    alone: one process has all replicas as one.
-    Raises:  PlanError: it means nothing, or suits another plan."""
+    Args:
+        alone: One process has all replicas as one.
+
+    Raises:
+        PlanError: It means nothing, or suits another plan."""
     check_asked(asked)
     if asked is not None and max(plan.replicas) == 1:
         raise PlanError(

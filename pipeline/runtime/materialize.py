@@ -30,15 +30,15 @@ _UNWRITTEN = 0xA5  # what the bytes are that ``init_weights`` is to write over
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """Where a model gets its values from: ``file``, and ``init`` for what that leaves out, or for all."""
+    """Source of a model's values: ``file``, and ``init`` for what that leaves out, or for all."""
 
     file: WeightsFile | None
     init: Init | None
     seed: int
 
     @property
-    def said(self) -> str:
-        """What all ranks must have alike."""
+    def description(self) -> str:
+        """Text that all ranks must have alike."""
         return f"{self.file.digest if self.file else None} {getattr(self.init, '__qualname__', self.init)}"
 
     def give(self, name: str, out: torch.Tensor, *, key: str | None, device: Device) -> None:
@@ -66,7 +66,7 @@ class Values:
 def values_of(
     model: nn.Module, *, load_weights: str | Path | None, init_weights: Init | None, seed: int
 ) -> Values | None:
-    """What a person gave to give ``model`` its values; None where it has them.
+    """Return the source of the values of ``model``; None where it has them.
 
     Raises: PlanError, ConfigError: it has none and was given none, or has them and was given others."""
     given = {"load_weights": load_weights, "init_weights": init_weights}
@@ -134,7 +134,7 @@ def _filled(tensor: torch.Tensor, name: str, values: Values, key: str | None, de
 
 
 def _place(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
-    """Put ``tensor`` under all its names: what was tied stays so."""
+    """Put ``tensor`` under all its names, so that tied tensors stay tied."""
     for name in names:
         path, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(path), attribute, tensor)
@@ -212,10 +212,10 @@ def _needed(
 
 
 def _written(tensor: torch.Tensor) -> bool:
-    """Whether any byte is another than it was: a write through ``.data`` gives no new version."""
+    """True if any byte has changed: a write through ``.data`` gives no new version."""
     return bool((_memory(tensor) != _UNWRITTEN).any())
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor; what is written to them gives it no new version."""
+    """The bytes of a tensor; writing them gives the tensor no new version."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,6 +1,6 @@
-"""What a step is seen to take: seconds, waits and bytes of every instruction, and what its stages report.
+"""Meter of a step: seconds, waits and bytes of every instruction, and the reports of its stages.
 
-It stands beside the loop that runs the instructions, and is told when each of them has ended."""
+The loop that runs the instructions calls it at the end of each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns what: which stage and rank every parameter belongs to, and the stages that run in this process.
+"""Owners of parameters: the stage and rank of each, and the stages that run in this process.
 
 All ranks know all of it without asking, as each has the whole plan and, until now, the whole model."""
 
@@ -88,8 +88,8 @@ def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps, wor
 
 
 def _updaters(plan: Plan, of_stages: Sequence[Named], graph: LayerGraph) -> dict[str, int]:
-    """The rank that updates each parameter, of replicas that divide them among each other; those in one
-    memory are updated by one."""
+    """The rank that updates each parameter, of replicas that divide them; those in one memory are updated
+    by one."""
     found = {}
     for stage, named in zip(plan.stages, of_stages, strict=True):
         places = owners_of([p.nbytes for _, p in named], replicas=len(stage.ranks))
@@ -101,7 +101,7 @@ def _updaters(plan: Plan, of_stages: Sequence[Named], graph: LayerGraph) -> dict
 
 
 def _check_shared(graph: LayerGraph, steps: Steps, plan: Plan) -> None:
-    """Tensors in one memory are on one stage, and each has one version."""
+    """Check that tensors in one memory are on one stage, and that each has one version."""
     for mode, shared in zip(("train", "eval"), graph.shared, strict=True):
         if mode not in steps.stage_of:
             continue

@@ -48,12 +48,13 @@ class ResidentMemory:
 
 
 class Usage:
-    """What the stages of this process hold, step by step.
+    """Memory of the stages of this process, step by step.
 
-    Args:    parameters: those of every stage; optimizers: theirs, where a stage has one.
-             resident: the memory of the process; devices: where the stages compute.
-             mirrors: of the parameters, where a stage has one.
-             tiers: those of the process; pool: of frames on their way."""
+    Args:
+        parameters: Those of every stage; optimizers: theirs, where a stage has one.
+        resident: The memory of the process; devices: where the stages compute.
+        mirrors: Of the parameters, where a stage has one.
+        tiers: Those of the process; pool: of frames on their way."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ def check_hooks(named: Named) -> None:
         )
 
 
-def check_apart(named: Named) -> None:
+def check_separate_gradients(named: Named) -> None:
     """Refuse gradients in one memory, as autograd gives them to two views of one shape that are added up:
     a backward behind it adds to both what is meant for each.
 
@@ -138,11 +138,12 @@ EVERY = 100  # updates from one at which replicas are compared to the next
 
 
 class Replicas:
-    """What the stages of this process do together with their replicas on other ranks; nothing where none is.
+    """Work of the stages of this process together with their replicas on other ranks, if there are any.
 
-    Args:    own: the parameters of each stage of this process, and who updates them.
-             stages: those themselves.
-             held: all tensors of each of these stages by name, which are the same on every replica."""
+    Args:
+        own: The parameters of each stage of this process, and their updaters.
+        stages: The stages of this process.
+        held: All tensors of each of these stages by name, which are the same on every replica."""
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class Replicas:
         if stage not in self.groups:
             return
         flat, like = self.flats[stage], self.like[stage]
-        check_apart(flat.named)
+        check_separate_gradients(flat.named)
         self.kept[stage][micro_batch] = flat.gather()
         self.has[stage] |= flat.has()
         for place, (_, parameter) in enumerate(flat.named):
@@ -225,7 +226,7 @@ class Replicas:
             return
         flat, group = self.flats[stage], self.groups[stage]
         if not self.keeps:
-            check_apart(flat.named)
+            check_separate_gradients(flat.named)
             self.has[stage] = flat.has()
             self.like[stage] = [parameter.grad for _, parameter in flat.named]
         sums = self._in_order(stage) if self.keeps else self.slices[stage].sums()
@@ -241,7 +242,7 @@ class Replicas:
             flat.give_back(sums, *self.kept[stage].values())
 
     def _in_order(self, stage: int) -> dict[torch.dtype, torch.Tensor]:
-        """The sums over micro-batches in ascending order: each replica adds up its slice for all."""
+        """Sum over micro-batches in ascending order: each replica adds up its slice for all."""
         group, kept, holders = self.groups[stage], self.kept[stage], self.holders(stage)
         found = self.flats[stage].buffers()
         for dtype, sums in found.items():
@@ -294,7 +295,7 @@ class Replicas:
 
 
 def _owners(ranks: Sequence[int], stage: int, own: Ownership) -> list[int]:
-    """The place among ``ranks`` of who updates each parameter of ``stage``; none: all of them do."""
+    """The place among ``ranks`` of the updater of each parameter of ``stage``; none: all of them update."""
     return [ranks.index(own.updaters[name]) for name, _ in own.here[stage] if own.updaters]
 
 

@@ -1,4 +1,4 @@
-"""What a step tells: the loss, the seconds, and per stage what it computed, waited for, sent and kept."""
+"""Report of a step: the loss, the seconds, and per stage its computing, waits, bytes sent and kept."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StageReport:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> StageReport:
-        """What ``numbers`` came from."""
+        """Inverse of the numbers of a report."""
         return cls(**{name: kind(n) for (name, kind), n in zip(_KINDS.items(), numbers, strict=True)})
 
 
@@ -159,7 +159,7 @@ def _line(number: int, stage: StageReport) -> str:
 
 
 def described(plan: Plan, *, here: Sequence[int], num_steps: int) -> str:
-    """What a pipeline is, for people: its shape, then a line for each stage; those of this process marked."""
+    """Describe a pipeline for people: its shape, then a line for each stage; those of this process marked."""
     shape = f"{counted(plan.num_stages, 'stage')} on {counted(plan.num_ranks, 'rank')}"
     batches = counted(plan.micro_batches, "micro-batch", "micro-batches")
     lines = [f"pipeline of {shape}: schedule {plan.schedule}, {batches}, codec {show_codec(plan.codec)}"]

@@ -43,7 +43,6 @@ class Unread(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look at what is given, and call."""
         found = func(*args, **(kwargs or {}))
         named = (self.buffers.get(id(item)) for item in tree_leaves((args, kwargs)))
         if (name := next(filter(None, named), "")) and not _only_shape(func, found):
@@ -67,7 +66,7 @@ def unwatched(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _only_shape(func: Any, found: object) -> bool:
-    """Whether an answer tells of a tensor no more than its shape, dtype and device."""
+    """True if an answer depends only on a tensor's shape, dtype and device."""
     return not isinstance(found, torch.Tensor) and getattr(func, "__name__", "") in _OF_SHAPE
 
 
@@ -243,7 +242,7 @@ class RunningStatistics:
 
 
 def _add(told: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """One micro-batch more: what was told of each norm, its code, mean and variance.
+    """Add one micro-batch: for each norm its code, mean and variance.
 
     Those that are added alike go together; of several in one memory the second goes in a second turn."""
     alike: dict[tuple[int, int, float, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}

@@ -82,10 +82,11 @@ class State:
         return self.stages[stage]
 
     def part(self, update: Update, *, hidden: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """What this process answers for: what JSON can say of it, and its own tensors by the names that this
-        uses, those that are away without elements.
+        """Return this process's part of the state: JSON values, and its tensors by the names that this uses,
+        offloaded ones without elements.
 
-        Args:    hidden: also what the model's state_dict leaves out."""
+        Args:
+            hidden: Also tensors that the model's state_dict leaves out."""
         mine = [key for key in self.held if self.source[key] == self.world.rank]
         mine = [key for key in mine if hidden or key not in self.hidden]
         keys = {key: f"model/{self.shared.get(key, key)}" for key in mine}  # a tied tensor is there once
@@ -111,7 +112,7 @@ class State:
     def gather(self, update: Update, steps: int) -> dict[str, Any]:
         """{"model", "optimizer", "optimizer_class", "scheduler", "scaler", "step"}: everything on rank 0,
         this process's part elsewhere; on the CPU, wherever the stages compute."""
-        with update.near():
+        with update.resident():
             said, tensors = self.part(update, hidden=False)
             frames = [encode(tensor.detach().cpu(), codec="raw") for tensor in tensors.values()]
         rows = self.world.all_gather_json([said, list(tensors)], at="the state")
@@ -136,7 +137,7 @@ class State:
             check_keys(*((parts["model"], self.keys) if keys is None else (keys, self.expected)))
             mine = {key: self.expected[key] for key in (self.keys if keys is None else self.held)}
             check_model(parts["model"], mine, {k: v for k, v in self.shared.items() if k in mine})
-            with update.near() if keys is None else contextlib.nullcontext():  # a person's may be these
+            with update.resident() if keys is None else contextlib.nullcontext():  # a person's may be these
                 update.check(parts)
         except RecursionError as error:
             raise PlanError(
@@ -159,7 +160,7 @@ class State:
         return int(parts["step"])
 
     def _copy(self, model: Mapping[str, torch.Tensor], *, has: Has) -> None:
-        """Into those of this process's tensors that it ``has``; a state that holds some of these is read
+        """Copy into those of this process's tensors that it ``has``; a state that holds some of these is read
         before they are written."""
         live = {tensor.untyped_storage().data_ptr() for tensor in self.held.values()}
         sources = {key: model[key].detach() for key, t in self.held.items() if key in model and has(id(t))}
@@ -182,8 +183,8 @@ def _once(tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Te
 def _noted(
     name: str, part: str, items: Mapping[str, Any], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """What JSON can say of a part of what an optimizer has of a parameter: plain values, and the names of the
-    others, which join ``tensors``."""
+    """JSON values of a part of an optimizer's state of a parameter: plain values, and the names of tensors,
+    which are added to ``tensors``."""
     notes: dict[str, Any] = {}
     for what, item in items.items():
         if isinstance(item, torch.Tensor):

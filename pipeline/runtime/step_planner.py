@@ -66,7 +66,7 @@ class Steps:
         self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
 
     def model_guards(self, model: nn.Module) -> ModelGuards:
-        """What these traces took from the modules of ``model``, to be held against them at every step."""
+        """Return guards on what these traces took from the modules of ``model``, checked at every step."""
         shapes = self.shapes
         return ModelGuards(model, traces=shapes.traced, roots=shapes.roots, stage_of=self.stage_of["train"])
 

@@ -54,7 +54,7 @@ class StreamFeed:
 
     @property
     def in_flight(self) -> bool:
-        """Whether there is anything to drain."""
+        """True if there is anything to drain."""
         return self.fed.number > 0
 
     def rehearse(self, inputs: Inputs) -> None:
@@ -142,7 +142,7 @@ class StreamFeed:
 
 
 def _check_tied(record: Probe, routes: Sequence[Route]) -> None:
-    """A stage has the newest of its own weights only: a copy that came with a micro-batch stays as it was."""
+    """A stage has the newest of its weights only: a copy that came with a micro-batch stays as it was."""
     sent = [record.values[number] for route in routes for number, _ in route.sends]
     if tied := next((value.name for value in sent if value.parameter), None):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What is drawn for a run: the order of an epoch, and where the generators of a batch begin."""
+"""Random draws of a run: the order of an epoch, and the first states of a batch's generators."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def own_generators(owner: Any) -> list[Any]:
 
 
 def _held(owner: Any) -> Iterable[Any]:
-    """What may have a generator and hangs on ``owner``; what is long holds samples."""
+    """Yield the objects of ``owner`` that may have a generator; long containers hold samples."""
     if isinstance(owner, Tensor | np.ndarray | type):
         return ()
     if isinstance(owner, list | tuple):
@@ -85,5 +85,4 @@ _KINDS: dict[type, Callable[[Any], object]] = {
 
 
 def _number(name: str) -> int:
-    """Return 64 bits that belong to ``name``."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,7 +1,7 @@
-"""What people have, as ``Samples``: torch data sets or their loaders, one to train on, perhaps one to test.
+"""A person's data as ``Samples``: torch data sets or their loaders, one to train on, perhaps one to test.
 
 The order of batches belongs to (seed, epoch), the same on every rank, so of a ``DataLoader`` its data set and
-its ``collate_fn`` are used and nothing else; what is not used is said."""
+its ``collate_fn`` are used and nothing else; a warning names the rest."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Collated:
 
     @property
     def at_hand(self) -> bool:
-        """Whether the samples are tensors in memory."""
+        """True if the samples are tensors in memory."""
         return isinstance(self.dataset, TensorDataset)
 
     def path(self, index: int) -> str:
@@ -142,7 +142,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _parts(made: object) -> tuple[list[Any], list[str]]:
-    """What may be the splits of ``made``, and the names of what else it has."""
+    """Return the parts of ``made`` that may be splits, and the names of the rest."""
     if isinstance(made, Mapping) and "train" in made:
         tested = [name for name in TESTS if name in made][:1]
         return [made[name] for name in ("train", *tested)], [
@@ -179,14 +179,14 @@ def _table(part: Any, *, target: str, name: str) -> Collated | Streamed:
 
 
 def _collate(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
-    """Its own; one that does not batch has a function for single samples there."""
+    """Its ``collate_fn``; one that does not batch has a function for single samples there."""
     return (
         default_collate if loader.batch_size is None and loader.batch_sampler is None else loader.collate_fn
     )
 
 
 def _unused(part: object, batch_size: int | None) -> str:
-    """What of a loader is not used, as a sentence, or nothing."""
+    """Describe the unused settings of a loader in a sentence, or ""."""
     if not isinstance(part, DataLoader):
         return ""
     said = []
@@ -222,7 +222,7 @@ def _described(table: Collated | Streamed, *, skips: bool) -> Description:
 
 
 def _num_classes(dataset: Any) -> int:
-    """As the data set tells it by ``classes``, or by the targets that it has at hand; 0: it does not tell."""
+    """From ``classes``, or from targets in memory; 0: unknown."""
     if isinstance(dataset, Subset):
         return _num_classes(dataset.dataset)
     if isinstance(classes := getattr(dataset, "classes", None), Sequence):

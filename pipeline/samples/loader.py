@@ -33,10 +33,10 @@ TOLD = 3  # samples left out that are told one by one
 
 
 def workers_of(asked: int | str, tables: Iterable[Table], *, cores: int) -> int:
-    """How many processes load: of "auto" as many as there are ``cores`` to spare, one at least, and none
-    where samples are at hand.
+    """Return the number of loading processes: for "auto" as many as there are spare ``cores``, one at least,
+    and none where samples are in memory.
 
-    A stream has one, since nobody else knows its order."""
+    A stream has one, since its order is known only there."""
     tables = list(tables)
     if asked == "auto":
         asked = 0 if all(at_hand(table) for table in tables) else max(1, min(MOST_WORKERS, cores))
@@ -44,7 +44,7 @@ def workers_of(asked: int | str, tables: Iterable[Table], *, cores: int) -> int:
 
 
 def at_hand(table: Table) -> bool:
-    """Whether reading is not worth a process of its own."""
+    """True if reading is not worth a process."""
     return bool(getattr(table, "at_hand", False))
 
 
@@ -114,12 +114,13 @@ class Loader:
     ) -> None:
         """Begin to load.
 
-        Args:    places: may be gone through twice. workers: processes that load; 0: whoever asks loads.
-                 pinned: batches lie in memory that a GPU fetches from by itself.
-                 start: how processes begin ("fork", "spawn", "forkserver"); None: as torch does here.
-                 deadline: a process that has stopped is ended within half of so many seconds.
-                 warm_up: is told of the first epoch, and the caches of what it measured.
-                 tell: is told of samples that are left out, and of caches that are gone."""
+        Args:
+            places: May be iterated twice. workers: processes that load; 0: the caller loads.
+            pinned: Batches lie in memory that a GPU fetches from by itself.
+            start: How processes begin ("fork", "spawn", "forkserver"); None: as torch does here.
+            deadline: A process that has stopped is ended within half of so many seconds.
+            warm_up: Gets the facts of the first epoch, and those of the caches.
+            tell: Gets a text for samples that are left out, and for caches that are gone."""
         self.workers, self.waited, self.broken, self.counts = workers, 0.0, 0, Counts()
         self.times: Times | None = None
         self._tell, self._expected, self._said = tell, iter(places), False
@@ -177,8 +178,8 @@ class Loader:
         return read.batch
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What a run tells of it."""
+    def figures(self) -> dict[str, Any]:
+        """Return the loader's figures for a run's summary."""
         told = {"workers": self.workers, "waited_seconds": self.waited, "left_out": self.broken}
         if not self._caches:
             return told
@@ -186,7 +187,7 @@ class Loader:
         return told | {"cache": self.counts._asdict() | times}
 
     def _measure(self, warm_up: WarmUp, place: Place, read: Read, waited: float) -> None:
-        """Add to the first epoch of this run; with the first batch behind it, tell the caches."""
+        """Add to the first epoch of this run; with the first batch behind it, report to the caches."""
         if place.split == "train" and self._epoch in (None, place.epoch):
             self._epoch = place.epoch
             warm_up.add(read, waited)
@@ -216,7 +217,7 @@ class Loader:
 
 
 def _begin(_: int) -> None:
-    """A process that loads: signals are for whoever started it, and it ends with that, killed or not.
+    """Start a process that loads: signals are for its parent, and it ends with that, killed or not.
 
     torch's own watch waits for another parent, which a process of a fork server never gets."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -232,14 +233,14 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _has_stopped(pid: int) -> bool:
-    """Whether a signal stopped a process, where the system tells."""
+    """True if a signal stopped a process (Linux only)."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
     return False
 
 
 def _ask_for_deaths(batches: Any) -> None:
-    """Have torch tell of a process that died when a batch is asked for, not in the middle of anything else.
+    """Have torch report a process that died when a batch is asked for, not in the middle of anything else.
 
     Its handler of SIGCHLD raises wherever this process happens to be, in a step as well."""
     with contextlib.suppress(AttributeError):  # one without processes, or of another torch

@@ -103,10 +103,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What of a batch a rank computes with; the rest may come without memory, on the meta device.
+    """Parts of a batch that a rank computes with; the rest may come without memory, on the meta device.
 
-    Args:    split: where inputs come as a ``Split``, for each micro-batch of training whether they are
-                 read; test: whether those of a test are."""
+    Args:
+        split: Where inputs come as a ``Split``, for each micro-batch of training, True if they are read.
+        test: The same for those of a test."""
 
     inputs: bool = True
     targets: bool = True
@@ -254,7 +255,9 @@ class Reading:
 
 
 def _stuck(batch: Any) -> str:
-    """What of a batch cannot leave this process, which torch would wait for without end; "" if all can."""
+    """Describe an item of a batch that cannot leave this process (torch would wait without end); "" if all
+    can.
+    """
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, Tensor | int | float | str | bytes | None):
             try:
@@ -266,7 +269,9 @@ def _stuck(batch: Any) -> str:
 
 
 def unreadable(broken: Sequence[Broken], *, skips: bool = False) -> ConfigError:
-    """What ends a run that is not to leave samples out, or where it ``skips`` has no batch left."""
+    """Return the error that ends a run on a broken sample: none may be left out, or none is left
+    (``skips``).
+    """
     first, more = broken[0], f" ({len(broken) - 1} more of its batch)" if len(broken) > 1 else ""
     told = ", and its batch cannot be had without; mend" if skips else "; mend"
     skip = "" if skips else ", or leave such samples out by data.skip_broken=true"

@@ -1,4 +1,4 @@
-"""How samples of a data set become bytes for the sample cache, and bytes exactly the same samples again."""
+"""Conversion of a data set's samples to bytes for the sample cache, and back to exactly the same samples."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _STAMP = struct.Struct("<qq")  # bytes and nanoseconds of a file
 
 
 class Reads(Protocol):
-    """How samples of a data set become bytes, and bytes samples.
+    """Reader of samples as bytes, and decoder of bytes.
 
-    Attributes: data: names the bytes, for jobs that may share them; "" where nobody can tell."""
+    Attributes: data: names the bytes, for jobs that may share them; "" where it cannot be determined."""
 
     data: str
 
@@ -170,7 +170,7 @@ def reads_of(dataset: Any, *, decoded: bool) -> Reads:
 
 
 def _files_of(dataset: Any) -> Any:
-    """What has ``read`` and ``decode``: a data set itself, or what does the same for it."""
+    """Object with ``read`` and ``decode``: a data set itself, or an adapter of it."""
     if _tells(dataset):
         return dataset
     if type(dataset) is Subset:
@@ -186,7 +186,7 @@ def _files_of(dataset: Any) -> Any:
 
 
 def _reader(dataset: Any) -> str:
-    """Which function reads the files of a data set, and where that stands."""
+    """Name and place of the function that reads the files of a data set."""
     while isinstance(dataset, Part):
         dataset = dataset.whole
     read = type(dataset).read
@@ -195,10 +195,10 @@ def _reader(dataset: Any) -> str:
 
 
 def _tells(dataset: Any) -> bool:
-    """Whether ``read`` and ``decode`` give its samples.
+    """True if ``read`` and ``decode`` give its samples.
 
-    They do not where something lies over them: a ``__getitem__`` further down than both, or a wrapper that
-    only hands on what it has not."""
+    They do not where something overrides them: a ``__getitem__`` further down than both, or a wrapper that
+    only passes on attributes that it lacks."""
     kinds = type(dataset).__mro__
     places = [
         next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))

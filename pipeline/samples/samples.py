@@ -15,12 +15,12 @@ from .reading import Place, Reading, Table, unreadable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a model must know of the data.
+    """Facts of the data that a model needs.
 
     Attributes:
-        num_classes: targets are 0 .. num_classes - 1; 0 where the data do not tell.
+        num_classes: targets are 0 .. num_classes - 1; 0 where the data do not give it.
         input_shape: of one sample: (channels, height, width) for images, (length,) for text.
-        vocabulary:  the characters in the order of their numbers; empty where inputs are not text.
+        vocabulary: the characters in the order of their numbers; empty where inputs are not text.
     """
 
     num_classes: int

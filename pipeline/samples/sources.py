@@ -1,4 +1,4 @@
-"""Where the files of the data sets lie: found, or refused with how to get them, before torch is imported."""
+"""Places of the data sets' files: found, or refused with how to get them, before torch is imported."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def image_folder(root: object) -> tuple[Path, Path]:
 
 
 def no_images(root: object, folder: Path, reason: str) -> ConfigError:
-    """What to say of an image folder that is none."""
+    """Return the refusal of an image folder that is none."""
     return ConfigError(
         f"data.root={root} must hold train/CLASS/*.png and val/CLASS/*.png (or test/), jpg and others as "
         f"well; {folder} has none: {reason}"

@@ -79,11 +79,10 @@ def _half(ticks: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
-    """Which micro-batches there are since the last drain: ``ends`` has their number behind each batch, but
-    for those that all stages have left behind.
+    """Micro-batches since the last drain: ``ends`` has their number after each batch, except for those
+    that all stages have completed.
 
-    ``each``: every micro-batch is an update of its own; else every batch is one, when all stages are done
-    with it."""
+    ``each``: every micro-batch is an update; else every batch is one, when all stages are done with it."""
 
     num_stages: int
     each: bool
@@ -107,7 +106,9 @@ class StreamState:
 def between(
     stages: Iterable[int], fed: StreamState, *, start: int = 0, stop: int | None = None
 ) -> list[Instruction]:
-    """What a rank with these stages does from time ``start`` on and before ``stop``; None: to the end."""
+    """Instructions of a rank with these stages from time ``start`` on and before ``stop``; None: to the
+    end.
+    """
     # 3 stages, 3 micro-batches, an update each:
     #   time      0  1  2  3  4  5   6  7   8  9   10
     #   stage 0   F0    F1    F2 B0U    B1U    B2U

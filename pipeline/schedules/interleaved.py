@@ -44,7 +44,7 @@ def interleaved(
 
 
 def rounds(micro_batches: int, ranks: int) -> list[int]:
-    """How many micro-batches ``interleaved`` takes through a rank's stages at a time: as equal as can be.
+    """Sizes of the rounds of micro-batches through a rank's stages: as equal as can be.
 
     Never fewer than there are ranks, if a step has so many: the first of a round is back in time for the next
     stage of rank 0.

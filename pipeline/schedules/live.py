@@ -1,4 +1,4 @@
-"""What waits on a stage: micro-batches between forward and backward, and the weights that they still need.
+"""Live data of a stage: micro-batches between forward and backward, and the weights that they still need.
 
 Both follow from the order of a program alone, so memory is known before anything runs."""
 
@@ -40,7 +40,7 @@ def most_held(programs: Programs, held: Callable[[int, int], int]) -> tuple[int,
 def _live(
     program: Sequence[Instruction], held: Callable[[int, int], int] = lambda stage, number: number
 ) -> Iterator[int]:
-    """What is live at the start, where something may have begun before, and after every instruction."""
+    """Yield the number live at the start (something may have begun before) and after every instruction."""
     begun = {(i.stage, i.micro_batch) for i in program if i.op is Op.F}
     ended = {(i.stage, i.micro_batch) for i in program if i.op in (Op.B, Op.W)}
     live = Counter(dict.fromkeys((i.stage for i in program), 0))

@@ -1,7 +1,7 @@
-"""Which frames a step passes between stages: the routes of its micro-batches along its programs.
+"""Frames that a step passes between stages: the routes of its micro-batches along its programs.
 
 The order of a channel is the order of the sender's program, so a receiver posts its receives ahead without
-being told. All of it is made once for a set of shapes: a step only looks at what each message says."""
+a notice. All of it is made once for a set of shapes: a step only reads its messages."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class MicroBatchMessages:
     backward: tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]
 
     def of(self, instruction: Instruction) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """What an instruction of this micro-batch receives and sends."""
+        """Messages that an instruction of this micro-batch receives, and those that it sends."""
         return (self.forward if instruction.op is Op.F else self.backward)[instruction.stage]
 
 
@@ -159,7 +159,7 @@ def _from(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
 
 
 def _promise(value: Value, codecs: frozenset[str]) -> Promise:
-    """What the frame of a value will bring."""
+    """Promise of the frame of a value."""
     if value.number is not None:
         return Promise((), value.dtype, (), _RAW, number=True)
     asks = value.requires_grad
@@ -167,11 +167,12 @@ def _promise(value: Value, codecs: frozenset[str]) -> Promise:
 
 
 def _gradient(down: Message, codecs: frozenset[str], *, sure: bool) -> Message:
-    """The message that brings up the gradient of what ``down`` brings down.
+    """Message of the gradient of the value of ``down``.
 
-    It may lie in any way that a frame keeps: autograd decides, and no probe has run it.
+    It may have any layout that a frame keeps: autograd decides, and no probe has run it.
 
-    Args:    sure: whether autograd surely makes one, as the value was when traced; else None may come."""
+    Args:
+        sure: True if autograd surely makes one, as the value was when traced; else None may come."""
     promise = Promise(
         down.promise.sizes, down.promise.dtype, None, codecs, True, masked=down.masked, none=not sure
     )

@@ -26,7 +26,8 @@ class Point(NamedTuple):
 
 
 class Datum(NamedTuple):
-    """What is used: the ``number``-th saved tensor of a stage for the micro-batch ``of``; or the "parameter"s
+    """A datum in use: the ``number``-th saved tensor of a stage for the micro-batch ``of``; or the
+    "parameter"s
     of layer ``number`` (the newest), their "version" ``of``, their "gradient", their "optimizer" state."""
 
     kind: str
@@ -55,10 +56,13 @@ class NextUse:
     ) -> None:
         """Sort the uses of one rank's ``program``.
 
-        Args:    saved: of every stage, for each saved tensor the layers whose backward reads it.
-                 num_stages: of all ranks together, by which ``weights`` counts its versions.
-                 weights: a policy of a plan; micro_batches: those of one update where a batch makes one.
-        Raises:  PlanError: there is no such policy.
+        Args:
+            saved: Of every stage, for each saved tensor the layers whose backward reads it.
+            num_stages: Of all ranks together, by which ``weights`` counts its versions.
+            weights: A policy of a plan; micro_batches: those of one update where a batch makes one.
+
+        Raises:
+            PlanError: There is no such policy.
         """
         self._program = tuple(program)
         self._saved = {stage: [sorted(layers) for layers in each] for stage, each in saved.items()}

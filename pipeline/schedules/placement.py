@@ -1,4 +1,4 @@
-"""Which rank runs which stage under a schedule, known before there is a program.
+"""Map from stages to ranks under a schedule, known before there is a program.
 
 Source: Narayanan et al., Megatron-LM, SC 2021, section 2.2 (loop); Qi et al., Zero Bubble, ICLR 2024,
         section 6 (vee).
@@ -16,7 +16,7 @@ LAYOUTS = {"interleaved": "loop", "zbv": "vee", "dualpipev": "vee", "custom": "c
 
 
 def layout(schedule: str) -> str:
-    """How a schedule lays stages on ranks: "neighbours", "loop", "vee", or "custom": its lines say it."""
+    """Return how a schedule lays stages on ranks: "neighbours", "loop", "vee", or "custom" (by its lines)."""
     return LAYOUTS.get(schedule, "neighbours")
 
 

@@ -119,8 +119,8 @@ def endless_programs(
 
 
 def most_extra(make: Callable[..., Programs], fits: Callable[[Programs], bool]) -> int:
-    """How many micro-batches beyond its own a schedule may have in flight: as many as it takes, as ``fits``
-    allows, and as change something, at most ``MOST_EXTRA``; ``make(extra_in_flight=)``: its programs."""
+    """Return the number of extra micro-batches in flight: the most that the schedule takes, ``fits`` allows
+    and that change something, at most ``MOST_EXTRA``; ``make(extra_in_flight=)``: its programs."""
     before = make(extra_in_flight=0)
     for extra in range(1, MOST_EXTRA + 1):
         try:

@@ -1,4 +1,4 @@
-"""How a step would go: its programs in a dry run, with seconds for each instruction and each message.
+"""Simulation of a step: its programs in a dry run, with seconds for each instruction and each message.
 
 The same instruction lists that run are simulated, so overlap, waiting and what is in flight are not estimated
 by a formula: they come out."""
@@ -169,7 +169,7 @@ def _span(timed: _Timed) -> Span:
 
 
 def _run(traffic: StepMessages, work: Work, transfer: Transfer) -> Iterator[_Timed]:
-    """Every instruction as soon as what it needs is there, each rank in its own order."""
+    """Yield every instruction as soon as its inputs are there, each rank in its order."""
     arrived: dict[Message, float] = {}
     link_free: dict[tuple[int, int], float] = {}
     clock = [0.0] * len(traffic.programs)
@@ -194,7 +194,7 @@ def _run(traffic: StepMessages, work: Work, transfer: Transfer) -> Iterator[_Tim
 
 
 def _came(traffic: StepMessages, arrived: dict[Message, float]) -> bool:
-    """Nothing moves: in a slice of a stream, what earlier slices sent was there before it began."""
+    """Nothing moves: in a slice of a stream, frames of earlier slices arrived before it began."""
     sent = {message for messages in traffic.sends.values() for message in messages}
     needed = {message for messages in traffic.receives.values() for message in messages}
     came = needed - sent - arrived.keys()
@@ -205,7 +205,7 @@ def _came(traffic: StepMessages, arrived: dict[Message, float]) -> bool:
 def _pass(
     message: Message, ready: float, link_free: dict[tuple[int, int], float], transfer: Transfer
 ) -> float:
-    """When a message that is packed at ``ready`` has arrived."""
+    """Time of arrival of a message that is packed at ``ready``."""
     link = message.ranks
     if link[0] == link[1]:
         return ready

@@ -1,4 +1,4 @@
-"""What an instruction took: from when to when, how long it waited and packed, what it sent."""
+"""Span of an instruction: its beginning and end, waits, packing time and bytes sent."""
 
 from __future__ import annotations
 

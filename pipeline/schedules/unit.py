@@ -1,4 +1,5 @@
-"""What schedules share: the stages of a rank as one unit, a rank's work in ascending order, their checks.
+"""Parts that schedules share: the stages of a rank as one unit, a rank's work in ascending order, their
+checks.
 
 Neighbouring stages on one rank run one after another, so a schedule only decides when the unit turns around.
 """

@@ -57,14 +57,14 @@ class PaperRun:
         return self.rank_of(source, micro_batch), self.rank_of(target, micro_batch)
 
     def sends(self, instruction: Instruction) -> list[Sent]:
-        """What the instruction makes for other stages, its own rank's included."""
+        """Return the messages that the instruction makes for other stages, its own rank's included."""
         stage, way, index = instruction.stage, _WAY.get(instruction.op), instruction.micro_batch
         if way is None or index is None:
             return []
         return [(stage, target, index, way) for target in self.targets[stage, way]]
 
     def receives(self, instruction: Instruction) -> list[Sent]:
-        """What the instruction waits for and does not have yet."""
+        """Return the messages that the instruction waits for and does not have yet."""
         stage, way, index = instruction.stage, _WAY.get(instruction.op), instruction.micro_batch
         if way is None or index is None:
             return []
@@ -72,12 +72,12 @@ class PaperRun:
         return [message for message in messages if message not in self.arrived]
 
     def posted(self, message: Sent) -> bool:
-        """Whether the receiver has posted a receive for it; on one rank nothing is posted."""
+        """True if the receiver has posted a receive for it; on one rank nothing is posted."""
         channel = self.channel(message)
         return channel[0] == channel[1] or self.number[message] < self.consumed[channel] + self.window
 
     def unposted(self, instruction: Instruction) -> list[Sent]:
-        """What the instruction sends that no receive is posted for yet."""
+        """Return the messages of the instruction that no receive is posted for yet."""
         return [message for message in self.sends(instruction) if not self.posted(message)]
 
     def advance(self, rank: int) -> bool:
@@ -228,7 +228,9 @@ def _check_instructions(
     rank_of: RankOf,
     asynchronous: bool,
 ) -> None:
-    """What a step holds: F once, and B once or I and W once; no more and of no other micro-batch."""
+    """Check a step's instructions: F once, and B once or I and W once; no more and of no other
+    micro-batch.
+    """
     if num_micro_batches < 1:
         raise ScheduleError(f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}")
     counts = Counter(instruction for program in programs for instruction in program)
@@ -303,7 +305,7 @@ def _check_last_update(own: Sequence[Instruction], rank: int) -> None:
 
 
 def _check_each_update(own: Sequence[Instruction], rank: int) -> None:
-    """Of one stage of an asynchronous program: a U right behind every B or W, and none elsewhere."""
+    """Of one stage of an asynchronous program: a U right after every B or W, and none elsewhere."""
     for instruction, following in pairwise([None, *own, None]):
         due = instruction is not None and instruction.op in _WEIGHTS
         comes = following is not None and following.op is Op.U

@@ -69,7 +69,7 @@ def total_norm(found: Sequence[Sequence[float]], *, device: torch.device) -> tor
 
 
 def device_of(gradients: Mapping[str, torch.Tensor]) -> torch.device:
-    """Where the first of them is."""
+    """Device of the first of them."""
     return next((gradient.device for gradient in gradients.values()), CPU)
 
 

@@ -35,7 +35,9 @@ class Slice:
 
 
 def owners_of(sizes: Sequence[int], *, replicas: int) -> list[int]:
-    """Which of ``replicas`` updates each parameter of so many bytes: neighbours together, bytes evenly."""
+    """Return the updater among ``replicas`` of each parameter of so many bytes: neighbours together, bytes
+    evenly.
+    """
     found, begin, whole = list[int](), 0, max(1, sum(sizes))
     for size in sizes:
         found.append(min(replicas - 1, (2 * begin + size) * replicas // (2 * whole)))
@@ -61,7 +63,6 @@ class FlatGradients:
         owners: Sequence[int] = (),
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
-        """Lay them out."""
         self.owners = owners or [None] * len(named)
         self.named, self.offsets, self.sizes = named, dict[torch.dtype, list[tuple[int, int]]](), {}
         for place, (_, parameter) in reversed([*enumerate(named)]):
@@ -157,7 +158,9 @@ class FlatGradients:
 
 
 def adds_up(dtype: torch.dtype) -> bool:
-    """Whether gradients of this dtype can be: no whole numbers, and torch adds no two of eight bits."""
+    """True if gradients of this dtype can be summed: no whole numbers, and torch adds no two of eight
+    bits.
+    """
     return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 

@@ -54,7 +54,7 @@ class MirroredUpdate(Update):
             mirror.begin()
 
     @contextlib.contextmanager
-    def near(self) -> Iterator[None]:
+    def resident(self) -> Iterator[None]:
         """The block in which everything is near; what is written there stays."""
         self._depth += 1
         try:
@@ -71,8 +71,8 @@ class MirroredUpdate(Update):
         """A mirror is there because not all fits."""
         return bool(self.mirrors)
 
-    def away(self) -> Mapping[int, TensorMemory]:
-        """Where the tensors of the mirrors are that are not near, by their identity."""
+    def offloaded(self) -> Mapping[int, TensorMemory]:
+        """Return the places of the offloaded tensors of the mirrors, by their identity."""
         kept = {stage: made.state for stage, made in self.optimizers.items()}
         return {
             id(tensor): memory
@@ -112,7 +112,7 @@ class MirroredUpdate(Update):
         return overflow
 
     def _looked_at(self, gradients: Gradients, stage: int) -> bool:
-        """Check, unscale and measure a few gradients; whether one of them is infinite or no number."""
+        """Check, unscale and measure a few gradients; return whether one of them is infinite or no number."""
         if self.guard is not None:
             self.guard.check_update(gradients.items())
         made = self.optimizers.get(stage)
@@ -128,7 +128,7 @@ class MirroredUpdate(Update):
             self._device = device_of(gradients)
 
     def _clip(self, stages: Sequence[int]) -> None:
-        """Know the norm; gradients of a mirror are scaled when they come to be updated."""
+        """Compute the norm; gradients of a mirror are scaled when they come to be updated."""
         self._totals = {}
         if self.clip is None:
             return
@@ -153,7 +153,11 @@ class MirroredUpdate(Update):
             super()._step(stage)
             return
         mirror, in_turn = self.mirrors[stage], self._in_turn.get(stage)
-        if self.skipped and self.clip is None and not (in_turn and self._is_told(in_turn.optimizer)):
+        if (
+            self.skipped
+            and self.clip is None
+            and not (in_turn and self._steps_when_skipped(in_turn.optimizer))
+        ):
             return
         for place, turn in enumerate([*mirror.turns, self._rest[stage]]):
             mirror.prefetch(place + 1)

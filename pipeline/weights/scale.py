@@ -16,7 +16,7 @@ Scaler = GradScaler | float | None
 
 
 class Scale(Protocol):
-    """What the loss is multiplied with, and its gradients are divided by; ``checks``: an overflow counts."""
+    """Factor of the loss and divisor of its gradients; ``checks``: an overflow counts."""
 
     checks: bool
 
@@ -25,7 +25,7 @@ class Scale(Protocol):
         ...
 
     def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
-        """Where the backward of a micro-batch of ``batch`` begins."""
+        """Return the first gradient of the backward of a micro-batch of ``batch``."""
         ...
 
     def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
@@ -37,7 +37,7 @@ class Scale(Protocol):
         ...
 
     def state(self) -> dict[str, Any] | None:
-        """What the scale became by training; None: nothing."""
+        """Return the trained state of the scale; None: it has none."""
         ...
 
     def load(self, state: Mapping[str, Any] | None) -> None:

@@ -1,4 +1,4 @@
-"""Whether an optimizer updates every parameter by itself, so that it may be divided over stages or layers.
+"""Separability of optimizers: one that updates each parameter by itself may be divided over stages or layers.
 
 Some do not: they clip by a norm over all gradients, estimate one step size for all, draw random numbers in
 turn, or count their steps. The optimizers of torch.optim are known; any other one is tried before training,
@@ -38,7 +38,7 @@ class InTurn:
     """``optimizer``, stepped turn by turn: its groups have the parameters of one turn while it steps."""
 
     def __init__(self, optimizer: Optimizer, turns: Sequence[Sequence[Parameter]]) -> None:
-        """Every parameter of ``optimizer`` is in one of the ``turns``."""
+        """Take ``turns`` that hold every parameter of ``optimizer``."""
         self.optimizer = optimizer
         members = [{id(parameter) for parameter in turn} for turn in turns]
         groups = [group["params"] for group in optimizer.param_groups]
@@ -65,7 +65,7 @@ class InTurn:
 
 
 def is_separable(optimizer: Optimizer) -> bool:
-    """Whether it is known to update every parameter by itself: nobody has a part in its steps either."""
+    """True if it is known to update every parameter by itself, and nobody has a part in its steps either."""
     of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
     is_touched = _hooks(optimizer) or of_all or "step" in vars(optimizer)
     return type(optimizer) in SEPARABLE and not is_touched
@@ -128,7 +128,7 @@ def check_separable(
 def _refusal(
     optimizer: Make, named: Named, part_of: Mapping[str, int], *, in_turn: bool, max_size: int = 3
 ) -> str:
-    """What an optimizer does otherwise part by part than with all parameters at once; "" for nothing."""
+    """Compare an optimizer part by part with one over all parameters; return the difference, "" for none."""
     together, divided = (_stand_ins(named, max_size=max_size) for _ in range(2))
     joint = make_optimizer(optimizer, together)
     if joint is None:
@@ -200,7 +200,7 @@ def _settings(made: Optimizer | None, named: Pairs) -> dict[str, dict[str, Any]]
 
 
 def _settings_differ(joint: Mapping[str, Any], divided: Sequence[Mapping[str, Any]]) -> str:
-    """What a function gives a parameter by its place, or by what else there is."""
+    """First setting that a parameter gets by its place, or by the presence of others."""
     found = {name: settings for one in divided for name, settings in one.items()}
     rule = "the optimizer's function gives a parameter the same whatever others it is called with"
     if strange := sorted(set(joint) ^ set(found)):
@@ -242,7 +242,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator) -
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Whether tensors or numbers that both hold differ."""
+    """True if tensors or numbers that both hold differ."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return not same_bits(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):

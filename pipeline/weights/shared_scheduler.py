@@ -105,7 +105,7 @@ class SharedScheduler:
         self._changes = {0: [{} for _ in self._whole.param_groups]}
 
     def _take(self, stage: int) -> None:
-        """Have the settings of a stage in the optimizer of the whole model; a stage's own may set some."""
+        """Copy a stage's settings to the optimizer of the whole model; the stage's optimizer may set some."""
         for place, group in zip(self._places[stage], self._stages[stage].param_groups, strict=True):
             if place is not None:
                 _set(self._whole.param_groups[place], settings_of(group))
@@ -137,7 +137,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Set them, in the tensors that are there: a compiled or captured optimizer reads these."""
+    """Write into the tensors that are there: a compiled or captured optimizer reads these."""
     for key, value in settings.items():
         if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
             group[key].copy_(value)

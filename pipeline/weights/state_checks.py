@@ -23,7 +23,7 @@ OURS = "take it from state_dict of the same training"
 
 
 def is_plain(value: object) -> bool:
-    """Whether JSON can say it."""
+    """True if JSON can hold it."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     if isinstance(value, dict):
@@ -32,12 +32,12 @@ def is_plain(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number."""
+    """True for a real number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number from 0."""
+    """True for a whole number from 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -84,7 +84,7 @@ def check_real(where: str, found: object) -> None:
 
 
 def kind_of(value: object) -> str:
-    """How a refusal calls what it found."""
+    """Name a value's kind in a refusal."""
     return type(value).__name__
 
 
@@ -194,7 +194,7 @@ def saved_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_kept(name: str, kept: object) -> None:
-    """What a state has of one parameter's optimizer, whichever that is: real tensors and plain values."""
+    """Check one parameter's state of any optimizer: real tensors and plain values."""
     parts = [kept.get(part) for part in ("state", "group")] if isinstance(kept, Mapping) else [kept]
     if not isinstance(kept, Mapping) or not all(isinstance(part, Mapping) for part in parts):
         raise PlanError(
@@ -264,7 +264,9 @@ def check_optimizer(
 
 
 def _entries(made: Optimizer, like: torch.Tensor, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a copy of ``made`` keeps of such a parameter, before and after its first update; [] if unknown."""
+    """Entries that a copy of ``made`` keeps of such a parameter, before and after its first update; [] if
+    unknown.
+    """
     for device in ("meta", CPU):
         parameter = torch.nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=device))
         try:

@@ -93,17 +93,17 @@ class Update:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
-    def near(self) -> contextlib.AbstractContextManager[None]:
+    def resident(self) -> contextlib.AbstractContextManager[None]:
         """The block in which parameters, gradients and the state of the optimizers are where people look."""
         return contextlib.nullcontext()
 
     @property
     def streams(self) -> bool:
-        """Whether what it updates is not all to be near at once, not even to be saved."""
+        """True if the updated tensors are not all to be resident at once, not even to be saved."""
         return False
 
-    def away(self) -> Mapping[int, TensorMemory]:
-        """Where the parameters and what optimizers keep of them is, by identity, as far as not near."""
+    def offloaded(self) -> Mapping[int, TensorMemory]:
+        """Return the places of offloaded parameters and optimizer states, by identity."""
         return {}
 
     def step(self, stage: int) -> None:
@@ -121,18 +121,19 @@ class Update:
             self.scheduler.step(stage)
 
     def _step(self, stage: int) -> None:
-        """Have the optimizer of ``stage`` write its parameters, unless the update is skipped."""
+        """Let the optimizer of ``stage`` write its parameters, unless the update is skipped."""
         if stage in self.optimizers:
             self._unless_skipped(self.optimizers[stage], self.optimizers[stage].step)
 
-    def _is_told(self, optimizer: object) -> bool:
-        """Whether it is called in a skipped update, too, and told so, as by ``GradScaler.step``: a fused one.
+    def _steps_when_skipped(self, optimizer: object) -> bool:
+        """True for a fused optimizer, which is called in a skipped update, too, with ``found_inf``, as by
+        ``GradScaler.step``.
 
         It begins its state then."""
         return self.scale.checks and getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def _unless_skipped(self, optimizer: Any, step: Callable[[], object]) -> None:
-        if self._is_told(optimizer):
+        if self._steps_when_skipped(optimizer):
             optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(self.skipped))
             try:
                 step()
@@ -142,7 +143,7 @@ class Update:
             step()
 
     def _ready(self, stages: Sequence[int]) -> None:
-        """Make the gradients of ``stages`` what their optimizers shall see, and decide whether they do."""
+        """Make the gradients of ``stages`` ready for their optimizers, and decide whether they are called."""
         for stage in stages:
             self.weights[stage].due()
             self.exchange(stage)
@@ -153,7 +154,7 @@ class Update:
         self._clip(stages)
 
     def _unscale(self, stages: Sequence[int]) -> bool:
-        """Take the loss scale off the gradients, which the guard looks at; whether one of them overflowed."""
+        """Unscale the gradients, which the guard looks at; return whether one of them overflowed."""
         if self.guard is not None:
             for stage in stages:
                 self.guard.check_update((name, p.grad) for name, p in self.parameters[stage])
@@ -162,7 +163,6 @@ class Update:
         return self.scale.unscale(p.grad for some in settings for p in some["params"] if p.grad is not None)
 
     def _clip(self, stages: Sequence[int]) -> None:
-        """Scale the gradients to the largest norm."""
         if self.clip is not None and self.scope == "global":
             clip_together(self.world, self.named, self.clip, owner=self.owner)
         elif self.clip is not None:
@@ -198,7 +198,7 @@ class Update:
         for name, kept in state["optimizer"].items():
             check_kept(name, kept)
         for optimizer in self.optimizers.values():
-            check_optimizer(state, optimizer, self.names, away=self.away())
+            check_optimizer(state, optimizer, self.names, away=self.offloaded())
         check_scheduler(self.scheduler and self.scheduler.state(), state.get("scheduler"))
         check_scaler(state.get("scaler"), needed=self.scale.state() is not None)
 
@@ -206,7 +206,7 @@ class Update:
         """Turns in which tensors are near to be written; yields what tells them by identity, each once.
 
         Args:    at_once: in a single turn."""
-        with self.near():
+        with self.resident():
             yield lambda _: True
 
     def load_kept(self, state: Mapping[str, Mapping[str, Any]], *, has: Has) -> None:

@@ -1,4 +1,4 @@
-"""Where tests of kernels for a GPU put their tensors: on one, or on the CPU where kernels are interpreted."""
+"""Device of the tensors in tests of GPU kernels: a GPU, or the CPU where kernels are interpreted."""
 
 import pytest
 from gpus import DEVICE

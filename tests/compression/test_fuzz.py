@@ -83,7 +83,7 @@ def placed(room: Tensor, frame: bytes) -> Tensor:
 
 
 def for_memory(error: CodecError) -> bool:
-    """Whether it was not refused by what it says, but for memory that is not there."""
+    """True if it was refused for its content, not for lack of memory."""
     return isinstance(error.__cause__, (MemoryError, RuntimeError))
 
 

@@ -137,7 +137,7 @@ def test_values_at_the_set_bits_of_a_mask(dtype: torch.dtype, device: str) -> No
 
 
 def judged(header: Header, payload: Tensor, mask: Bitmap | None, out: Tensor) -> bool:
-    """Whether the CPU takes a payload; ``out`` is what it made of it."""
+    """Return whether the CPU takes a payload; ``out`` is its result."""
     assert header.dtype is not None
     words = Words(out.data_ptr(), out.numel(), 8 * out.element_size(), header.dtype)
     try:
@@ -151,7 +151,7 @@ def judged(header: Header, payload: Tensor, mask: Bitmap | None, out: Tensor) ->
 
 
 def places_to_damage(payload: Tensor, num_words: int, start: int, bits: int) -> list[range]:
-    """Where numbers stand that others rely on, in an exponent payload from byte ``start``, and all of it."""
+    """Places of numbers that others rely on, in an exponent payload from byte ``start``, and all of it."""
     parts = layout(num_words, bits, int(payload[start]))
     tail, whole_blocks = start + parts.tail, 8 * (num_words // BLOCK)
     last = tail + int(payload[start + parts.offsets :][:whole_blocks].view(torch.int64)[-1:].sum())

@@ -20,7 +20,7 @@ def codec(request: pytest.FixtureRequest) -> ZeroValue:
 
 
 def packed(codec: ZeroValue, words: np.ndarray) -> tuple[Packed, np.ndarray]:
-    """What the codec says that it wrote, and just the room that it asked for."""
+    """The codec's report of a payload, and just the room that it asked for."""
     out = guarded(codec.max_bytes(len(words), 8 * words.itemsize)).numpy()
     out[:] = 255
     return codec.pack(words_of(words), at(out)), out

@@ -56,7 +56,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 
 
 def refused(source: str, package: str) -> list[str]:
-    """What ``source``, a module in ``package``, imports against the rule, without ``penstock.``."""
+    """Imports of ``source``, a module in ``package``, against the rule, without ``penstock.``."""
     room = next(
         room for room in sorted(MAY_IMPORT, reverse=True) if f"{package}.".startswith(f"penstock.{room}.")
     )
@@ -235,7 +235,7 @@ CUDA = "stages/device.py stages/memory/copy_stream.py compression/gpu*.py compre
 
 
 def names_cuda(source: str) -> bool:
-    """Whether code names torch.cuda, by an import or an attribute; torch.backends.cuda is not it."""
+    """True if code names torch.cuda, by an import or an attribute; torch.backends.cuda is not it."""
     tree = ast.parse(source)
     named = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return any(f"{name}.".startswith("torch.cuda.") for name in [*names_in(tree, ""), *named])

@@ -1,6 +1,7 @@
-"""What the README and the pages of docs/ show runs as it stands: every block, every command, every link.
+"""The README and the pages of docs/ run as they stand: every block, every command, every link.
 
-A block is found by its fence: a new one is tried at once, or fails as one that no test knows how to try."""
+A block is identified by its fence: a new one is tried at once, or fails as one that no test knows how to try.
+"""
 
 import importlib.util
 import os
@@ -81,7 +82,7 @@ def commands() -> list[str]:
 
 
 def start(folder: Path, *words: str) -> str:
-    """What Python says, started with these words in a clean folder."""
+    """Output of Python, started with these words in a clean folder."""
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300, check=False,

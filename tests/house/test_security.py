@@ -204,7 +204,7 @@ UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "j
 
 
 def unpickling(source: str) -> list[str]:
-    """What of a file may execute what it reads."""
+    """Parts of a file that may execute what it reads."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -41,7 +41,7 @@ def above(frame: FrameType | None) -> tuple[CodeType, ...] | None:
 
 
 def ways_of_a_step(codec: str) -> tuple[set[tuple[CodeType, ...]], set[tuple[CodeType, ...]]]:
-    """How a step reaches its layers, and the ``pack`` of its codec."""
+    """The ways from a step to its layers, and the ``pack`` of its codec."""
     case = Case(model="mlp", cuts=2, micro_batches=2, codec=codec)
     pipe, batches = pipeline_with_batches(case)
     layers, packs = set(), set()

@@ -22,12 +22,12 @@ KEPT = 2  # steps before the checkpoint
 
 
 def leaves(state):
-    """What a state holds, by path."""
+    """Leaves of a state, by path."""
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(state)[0]}
 
 
 def differences(ours, theirs):
-    """What two states do not share, bit for bit; strides included."""
+    """Differences of two states, bit for bit; strides included."""
     a, b = leaves(ours), leaves(theirs)
     found = sorted(set(a) ^ set(b))
     for path in set(a) & set(b):

@@ -56,7 +56,7 @@ def made(model: nn.Module, *, batch: Tensor = BATCH, **options: Any) -> Any:
 
 
 def bytes_near(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What parameters, gradients and state of the optimizer have in memory of their own."""
+    """Bytes of parameters, gradients and state of the optimizer in memory of their own."""
     found = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
     return sum(t.untyped_storage().nbytes() for t in found if isinstance(t, Tensor) and t.dim())
 

@@ -19,7 +19,7 @@ CASES = [
 
 
 def made(case, plan):
-    """How many buffers each step made, and how many it planned and did not find free."""
+    """Numbers of buffers that each step allocated, and that it planned and did not find free."""
     model, batches = build(case.model, case.dtype, case.steps)
     counts, new = [0] * case.steps, Pool._new
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What only a GPU proves: the bits of the plain loop there, its random layers, its clock and memory."""
+"""Laws that only a GPU proves: the bits of the plain loop there, its random layers, its clock and memory."""
 
 import copy
 import warnings
@@ -22,7 +22,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def exact():
-    """What ``penstock train device=cuda`` sets, for good: all tests on a GPU want it."""
+    """Set torch as ``penstock train device=cuda`` does, for good: all tests on a GPU want it."""
     determinism.begin(PlanConfig(device="cuda"))
 
 

@@ -50,7 +50,7 @@ def test_the_bits_are_the_same_where_freed_memory_is_poisoned(pytestconfig):
 
 
 def is_poisoned():
-    """Whether the memory of a tensor that was freed has other bits, where an allocator can do that."""
+    """True if the memory of a freed tensor has other bits, where an allocator can do that."""
     kept = torch.UntypedStorage(4096)
     address = kept.data_ptr()
     row = torch.empty(0, dtype=torch.uint8).set_(kept, 0, (4096,), (1,)).fill_(7)

@@ -1,4 +1,6 @@
-"""What only GPUs prove of ranks: two on one of them over gloo, one each over NCCL, and one beside a CPU."""
+"""Laws of ranks that only GPUs prove: two on one of them over gloo, one each over NCCL, and one with a
+CPU.
+"""
 
 import copy
 

@@ -21,7 +21,7 @@ loss = torch.nn.functional.cross_entropy
 
 
 def documented(mesh):
-    """What the page has people write."""
+    """The code of the docs page."""
     (block,) = re.findall(r"```python\n([^`]*mesh[^`]*)```", PAGE.read_text())
     names: dict[str, Any] = {"mesh": mesh}
     exec(block, names)

@@ -1,4 +1,4 @@
-"""What replicas hold is the same on all, is there once in a checkpoint, and goes on with another number."""
+"""State of replicas: the same on all, once in a checkpoint, and usable with another number of them."""
 
 import dataclasses
 import json

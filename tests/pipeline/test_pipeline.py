@@ -56,7 +56,7 @@ def test_a_batch_smaller_than_the_micro_batches_runs_one_sample_each():
 
 
 def test_one_sample_micro_batches_change_identities_and_not_the_bits():
-    """Which tensors are one object, and where a tied value comes from."""
+    """Tensors may be one object or two, and a tied value may come from elsewhere."""
 
     def turned(self, x):
         y = self.a(x).view(-1, 2, 3).transpose(0, 1)

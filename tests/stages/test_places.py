@@ -1,4 +1,4 @@
-"""Where a rank computes: what names mean on a machine with as many GPUs as a test says."""
+"""Device of a rank: the meaning of names on a machine with as many GPUs as a test says."""
 
 import types
 from typing import Any

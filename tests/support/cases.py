@@ -235,7 +235,7 @@ def loud(outputs, targets):
 
 
 def scaler_of(case):
-    """What a pipeline is given as ``scaler``: a new GradScaler, a number or None."""
+    """The argument ``scaler`` of a pipeline: a new GradScaler, a number or None."""
     if not isinstance(case.scaler, tuple):
         return case.scaler
     scale, interval = case.scaler
@@ -243,7 +243,7 @@ def scaler_of(case):
 
 
 def scheduler_of(case):
-    """What a pipeline is given as ``scheduler``."""
+    """The argument ``scheduler`` of a pipeline."""
     return SCHEDULERS[case.scheduler] if case.scheduler else None
 
 

@@ -79,11 +79,11 @@ def summary(folder: str | Path) -> dict[str, Any]:
 
 
 def same_model(ours: str | Path, theirs: str | Path) -> bool:
-    """Whether two runs ended with the same bits of the model."""
+    """True if two runs ended with the same bits of the model."""
     a, b = (load_file(Path(folder, "model.safetensors")) for folder in (ours, theirs))
     return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
 
 
 def same_run(ours: str | Path, theirs: str | Path) -> bool:
-    """Whether two runs had the same losses, too."""
+    """True if two runs had the same losses, too."""
     return losses(ours) == losses(theirs) and same_model(ours, theirs)

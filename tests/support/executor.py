@@ -93,14 +93,14 @@ class Channels:
         return all(place == len(program) for (place, _, _), program in zip(state, self.programs, strict=True))
 
     def runs(self, seed=0):
-        """Whether the programs end, each move chosen at random."""
+        """True if the programs end, each move chosen at random."""
         state, chosen = self.start(), random.Random(seed)
         while moves := list(self.moves(state)):
             state = chosen.choice(moves)
         return self.ended(state)
 
     def outcomes(self):
-        """How the programs end over all interleavings: {True}, {False} or both."""
+        """Results of the programs over all interleavings: {True}, {False} or both."""
         seen, waiting, found = set(), [self.start()], set()
         while waiting:
             state = waiting.pop()

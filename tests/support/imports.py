@@ -1,4 +1,4 @@
-"""Who imports whom: the files of the checkout as a graph.
+"""Imports: the files of the checkout as a graph.
 
 An import is one wherever it stands: at the top, in a function, for types alone. What a file starts by its
 name (a process, ``importlib``, a ``_target_`` of Hydra) is no import."""

@@ -161,7 +161,7 @@ def _whole(header, buffer):
 
 
 def _tensors(what):
-    """What a task works with: the tensors among its arguments and what it closes over."""
+    """The tensors of a task: those among its arguments and in its closure."""
     if isinstance(what, torch.Tensor):
         yield what
     elif isinstance(what, functools.partial):

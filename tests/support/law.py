@@ -189,7 +189,7 @@ def resumed(resume, pipe, make, folder):
 
 
 def broadcast(state):
-    """What the first rank has; ``torch.save`` takes tensors of every dtype, which pickle does not."""
+    """State of the first rank; ``torch.save`` takes tensors of every dtype, which pickle does not."""
     written = io.BytesIO()
     torch.save(state, written)
     found = [written.getvalue()]
@@ -246,7 +246,7 @@ def same_layout(a, b):
 
 
 def state_differences(state, plain, optimizer):
-    """What a pipeline's gathered state and the plain model with its optimizer do not share, bit for bit."""
+    """Differences of a pipeline's gathered state and the plain model with its optimizer, bit for bit."""
     expected = plain.state_dict()
     found = [] if list(state["model"]) == list(expected) else ["the keys of the state"]
     found += [name for name, tensor in expected.items() if not same_bits(tensor, state["model"][name])]

@@ -13,15 +13,15 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from penstock.pipeline.ranks.process_group import found
+from penstock.pipeline.ranks.process_group import init_group
 
 RANKS = 2
 
 
 def live(rank: int, path: str) -> None:
-    """What a rank does from its start to its end."""
+    """Run a rank from its start to its end."""
     store = dist.FileStore(path)  # pyright: ignore[reportPrivateImportUsage]
-    world = found(store, rank=rank, ranks=RANKS, deadline=60)
+    world = init_group(store, rank=rank, ranks=RANKS, deadline=60)
     others = [(rank + 1) % RANKS, (rank - 1) % RANKS]
     passed = [dist.isend(torch.ones(1000), others[0]), dist.irecv(torch.empty(1000), others[1])]
     for work in passed:

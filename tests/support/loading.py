@@ -54,7 +54,7 @@ class Stream(IterableDataset):
 
 
 class Damaged(Dataset):
-    """Whose samples of some numbers cannot be read."""
+    """A data set some of whose samples cannot be read."""
 
     def __init__(self, *damaged):
         self.damaged = damaged
@@ -69,7 +69,7 @@ class Damaged(Dataset):
 
 
 class Deadly(Dataset):
-    """Whose reader is killed at a sample."""
+    """A data set whose reader is killed at a sample."""
 
     def __len__(self):
         return NUMBER

@@ -42,7 +42,7 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def packed(codec: Codec, tensor: Tensor) -> tuple[Packed, Tensor]:
-    """What ``codec`` says that it wrote, and the payload, ending at an unreadable page."""
+    """The report of ``codec`` on a payload, and the payload, ending at an unreadable page."""
     source = memory(tensor)  # kept: words do not keep their memory
     words = words_of(source)
     out = guarded(codec.max_bytes(words.num_words, words.bits))

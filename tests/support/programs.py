@@ -1,4 +1,4 @@
-"""What the tests of schedules share: stages on ranks, edges, and the count of what is in flight."""
+"""Helpers of the tests of schedules: stages on ranks, edges, and the count of what is in flight."""
 
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program

@@ -127,7 +127,7 @@ def _detached(file):
 
 
 def _live(command, environment, out, err):
-    """What ``python -P -m MODULE ARGUMENT ...`` does, in a session of its own."""
+    """Run ``python -P -m MODULE ARGUMENT ...`` in a session of its own."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for file, number in ((out, 1), (err, 2)):
@@ -157,11 +157,11 @@ def _answer(pipe):
 
 
 def _serve(pipe):
-    """What a rank does: join a group, run a job, leave the group if it succeeded, wait for the next."""
+    """Run a rank: join a group, run a job, leave the group if it succeeded, wait for the next."""
     import torch
     import torch.distributed as dist
 
-    from penstock.pipeline.ranks.process_group import found
+    from penstock.pipeline.ranks.process_group import init_group
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -176,7 +176,7 @@ def _serve(pipe):
         try:
             # A store that counts its users may abort the process when its file is removed.
             store = dist.FileStore(path)  # type: ignore[attr-defined]
-            world = found(store, rank=rank, ranks=ranks, deadline=deadline)
+            world = init_group(store, rank=rank, ranks=ranks, deadline=deadline)
             result = function(*args)
             if dist.is_initialized():  # the job has not left it
                 world.close()

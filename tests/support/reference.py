@@ -94,7 +94,7 @@ def bits(tensor):
 
 
 def same_bits(a, b):
-    """Whether two tensors (or plain values) have the same bits, shape and dtype."""
+    """True if two tensors (or plain values) have the same bits, shape and dtype."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b) and a == b
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))

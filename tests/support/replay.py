@@ -27,7 +27,7 @@ POLICIES = ("latest", "stashed", "vertical_sync", "double_buffered")
 
 
 def version_of(policy, m, *, stage, num_stages, batch=0):
-    """How many of its own updates the weights of ``stage`` have seen in F of micro-batch ``m``."""
+    """Number of its own updates that the weights of ``stage`` have seen in F of micro-batch ``m``."""
     return {
         "latest": max(0, m - (num_stages - 1 - stage)),
         "stashed": max(0, m - (num_stages - 1 - stage)),
@@ -98,7 +98,7 @@ class Replay:
         self.step, self.batch = self.step + 1, self.batch + 1
 
     def drain(self):
-        """What happened since the last one; versions are counted from here again."""
+        """Return the events since the last drain; versions are counted from here again."""
         happened: dict[str, Any] = {"losses": self.losses, "gradients": self.gradients}
         happened["state"] = {
             name: dict(stage.optimizer.state.get(p, {}))

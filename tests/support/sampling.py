@@ -62,7 +62,7 @@ def number_of(seed: str) -> int:
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Whether the tests of ``--all`` are collected."""
+    """True if the tests of ``--all`` are collected."""
     return config.getoption("all") or config.getoption("shard") is not None
 
 
@@ -95,7 +95,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Where no test reaches what changed, none failed."""
+    """End well where no test reaches what changed: none failed."""
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("changed"):
         session.exitstatus = pytest.ExitCode.OK
 

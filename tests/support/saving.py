@@ -63,7 +63,7 @@ class Net:
 
 
 def saved_for(net, *, store=None, codec="zero_value", min_bytes=1, thread=None):
-    """What keeps the saved tensors of ``net``."""
+    """Saver of the saved tensors of ``net``."""
     return SavedActivations(
         Store() if store is None else store,
         parameters=ParameterFilter([*net.model.parameters(), *net.model.buffers()]),

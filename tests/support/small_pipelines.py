@@ -105,7 +105,7 @@ def differences(
 
 
 def evaluated(model, x, autocast=None):
-    """What ``model`` gives in eval mode; its flags are then as they were."""
+    """Output of ``model`` in eval mode; its flags are then as they were."""
     flags = [module.training for module in model.modules()]
     with torch.no_grad(), casting(autocast):
         outputs = model.eval()(x)

@@ -98,5 +98,5 @@ def watched_lru(capacity: int) -> Watched:
 
 
 def places(job: Job, index: int) -> tuple[Entry, Entry]:
-    """Where a sample of a job may lie: with those of its data, or with its own."""
+    """Places of a sample of a job: with those of its data, or with its own."""
     return (job.data, index), (job.name, index)

@@ -33,7 +33,7 @@ class StreamCase(Case):
 
 
 def settings_of(case):
-    """What Pipeline and Replay are both told."""
+    """Settings of both Pipeline and Replay."""
     settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS[case.optimizer], "clip": case.clip}
     if case.scheduler:
         settings["scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.7)

@@ -17,7 +17,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expected_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What comes back of a tensor: its bits; a true bool is 1, whatever other byte it was made from."""
+    """Bits of a tensor after a round trip: its own; a true bool is 1, whatever other byte it was made
+    from.
+    """
     bits = bits_of(tensor)
     return bits.ne_(0) if tensor.dtype is torch.bool else bits
 

@@ -21,7 +21,7 @@ class InPlaceFirst(Base):
 
 
 class InPlaceAfterNorm(Base):
-    """What was received is written to while an earlier stage has saved it."""
+    """A received value is written to while an earlier stage has saved it."""
 
     def forward(self, x):
         y = F.relu(self.norm(self.a(x.flatten(1))), inplace=True)
@@ -163,7 +163,7 @@ class Wide(nn.Module):
 
 
 class InfiniteAtZero(Wide):
-    """Where the output of a ReLU is zero its gradient is infinite; NaN where the one after it is zero."""
+    """A ReLU whose gradient is infinite where its output is zero; NaN where the next one's is zero."""
 
     def forward(self, x):
         y = torch.sqrt(F.relu(self.a(x.flatten(1))))
@@ -379,7 +379,7 @@ class TurnedInPlace(Base):
 
 
 class CastsBack(Base):
-    """What is computed in float32 goes on in the dtype that another layer had: autocast's, if it is on."""
+    """A float32 result goes on in the dtype that another layer had: autocast's, if it is on."""
 
     def forward(self, x):
         y = self.a(x.flatten(1))

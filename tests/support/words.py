@@ -59,7 +59,7 @@ def bitmap_of(is_set: np.ndarray) -> np.ndarray:
 
 
 def ends_of(is_set: np.ndarray) -> np.ndarray:
-    """How many values stand before the end of each block."""
+    """Numbers of values before the end of each block."""
     return np.array([is_set[: b + BLOCK].sum() for b in range(0, len(is_set), BLOCK)], np.uint64)
 
 

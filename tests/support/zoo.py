@@ -152,7 +152,7 @@ def gpt(**settings):
 
 
 def residual():
-    """What ResNet-18 has, at a thousandth of its size: BatchNorm, branches, strides, ReLU in place."""
+    """The parts of ResNet-18, at a thousandth of its size: BatchNorm, branches, strides, ReLU in place."""
     narrower = nn.Sequential(nn.Conv2d(8, 16, 1, stride=2, bias=False), nn.BatchNorm2d(16))
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),

@@ -141,7 +141,7 @@ class Connection:
             yield selectors.EVENT_READ
 
     def _buffers(self, stored: Stored) -> list[memoryview]:
-        """Return the rest of a sample's pages, or nobody's memory if it was evicted."""
+        """The rest of a sample's pages, or nobody's memory if it was evicted."""
         if not stored.kept:
             return [memoryview(_SCRAP)[: stored.num_bytes - stored.written]]
         size = self._core.pages.page_bytes
@@ -166,7 +166,7 @@ class Connection:
             os.close(file)
 
     def _answer(self, member: Member, kind: Kind, body: memoryview) -> bytes:
-        """Take a whole frame. Returns: its answer, if it has one."""
+        """Take a whole frame; return its answer, if it has one."""
         core, now = self._core, self._clock()
         if kind is Kind.MEASURED:
             core.measured(member, unpack_json(bytes(body), Times), now)

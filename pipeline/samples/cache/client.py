@@ -198,7 +198,7 @@ class Client:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there was a broker when it was last needed."""
+        """True if there was a broker when it was last needed."""
         return self._link is not None and self._process == os.getpid()
 
     def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
@@ -306,10 +306,12 @@ class Client:
         limit = self._hello.num_samples
         if num_samples > limit and not self._refused:
             self._refused = True
-            self._lose(f"a data set of {limit} samples is asked for {num_samples}; it may not grow in a job")
+            self._disconnect(
+                f"a data set of {limit} samples is asked for {num_samples}; it may not grow in a job"
+            )
 
     def _ask(self, ask: Callable[[Link], _T], otherwise: _T, *, repeats: bool = False) -> _T:
-        """Ask the broker, or go on with ``otherwise``; ``repeats``: a new connection has said it already."""
+        """Ask the broker, or go on with ``otherwise``; ``repeats``: a new connection has sent it already."""
         if self._process != os.getpid():  # forked without Python's knowledge
             self._leave_to_parent()
         try:
@@ -320,13 +322,13 @@ class Client:
             return ask(link)
         except NotTaken as error:
             self._refused = True
-            self._lose(str(error))
+            self._disconnect(str(error))
         except TimeoutError:
-            self._lose(f"{self._path} does not answer")
+            self._disconnect(f"{self._path} does not answer")
         except (FileNotFoundError, ConnectionRefusedError):
-            self._lose(f"{self._path} has no broker; start one by penstock cache serve")
+            self._disconnect(f"{self._path} has no broker; start one by penstock cache serve")
         except (OSError, TransportError) as error:
-            self._lose(f"{self._path} is gone ({error})")
+            self._disconnect(f"{self._path} is gone ({error})")
         return otherwise
 
     def _connected(self) -> Link | None:
@@ -358,7 +360,7 @@ class Client:
         if self._measured is not None:
             link.send(pack_json(Kind.MEASURED, self._measured))
 
-    def _lose(self, why: str) -> None:
+    def _disconnect(self, why: str) -> None:
         """Go on without the broker, for a second at least."""
         self._is_new = False
         self._next_try = time.monotonic() + _RETRY_SECONDS

@@ -72,7 +72,7 @@ class Run:
 
     @property
     def job(self) -> Job:
-        """What a policy knows of it."""
+        """Policy's view of the run."""
         counts = {"num_samples": self.hello.num_samples, "batch_size": self.hello.batch_size}
         return Job(name=self.name, data=f"data:{self.hello.data}", times=self.times, **counts)
 
@@ -270,7 +270,7 @@ class Core:
         for entry in run.places(index):
             stored = self.pages.whole(entry)
             if stored is not None and stored.stamp == stamp:
-                self._lose(entry)
+                self._evict(entry)
         if run.states and run.states[index] == DONE and self._look(run, index) is None:
             run.states[index] = MISSED
 
@@ -281,7 +281,7 @@ class Core:
         member.leased.clear()
         for stored in member.writing:
             if stored.kept:
-                self._lose(stored.entry)
+                self._evict(stored.entry)
         member.writing.clear()
 
     def status(self, now: float) -> dict[str, Any]:
@@ -298,7 +298,7 @@ class Core:
         }
 
     def _look(self, run: Run, index: int) -> Stored | None:
-        """Return what is there of a sample, whoever put it, without the policy's knowledge."""
+        """Return the stored sample, whoever put it, without the policy's knowledge."""
         shared, own = run.places(index)
         return self.pages.whole(shared) or self.pages.whole(own)
 
@@ -318,7 +318,6 @@ class Core:
         for entry in entries:
             self.pages.free(entry)
 
-    def _lose(self, entry: Entry) -> None:
-        """Give up what the policy would have kept."""
+    def _evict(self, entry: Entry) -> None:
         self.pages.free(entry)
         self.policy.drop(entry)

@@ -75,12 +75,13 @@ def gains(epochs: Mapping[str, float], *, last_gain: int | None = None) -> dict[
 
 
 class Space:
-    """What a job has of the cache.
+    """Space of a job in the cache.
 
     Attributes:
-        current: samples for this epoch, entered in the last one, with their bytes; following: for the next.
-        held:    bytes of both; ahead: of those for the next epoch; idle: of that half, what holds nothing.
-        counts:  of each batch of the next order, how many samples entered.
+        current: samples for this epoch, entered in the last one, with their bytes; following: for the
+        next.
+        held: bytes of both; ahead: of those for the next epoch; idle: of that half, the unused bytes.
+        counts: of each batch of the next order, how many samples entered.
     """
 
     def __init__(self, job: Job) -> None:
@@ -230,7 +231,9 @@ class Gain:
             space.take(index)
 
     def _enter(self, space: Space, index: int, num_bytes: int) -> tuple[bool, tuple[Entry, ...]]:
-        """S34 to S37: whether a sample that was just used enters the half for the next epoch; who left."""
+        """S34 to S37: try to enter a sample that was just used into the half for the next epoch; return
+        the evicted.
+        """
         if space.job.times is None:  # S11: the warm-up epoch passes without cache
             return False, ()
         place = space.progress.next_use(index)
@@ -255,7 +258,7 @@ class Gain:
         return True, ()
 
     def _neighbour(self, space: Space, num_bytes: int) -> tuple[bool, tuple[Entry, ...]]:
-        """S37: the job before this one in the list gives so many bytes, if it can; what left it for them."""
+        """S37: let the job before this one in the list give so many bytes, if it can; return the evicted."""
         place = self._list.index(space)
         if place == 0:  # S37: the first of the list has nobody to ask
             return False, ()

@@ -185,7 +185,7 @@ class NextUse:
             reader.sharers = [other for other in readers if other.job.data == reader.job.data]
 
     def _predict(self, entry: Entry, reader: Reader, now: float) -> bool:
-        """Queue an entry by its next use now, or drop it if there is none. Returns: whether it stays."""
+        """Queue an entry by its next use now, or drop it if there is none; return whether it stays."""
         use = self._queue.soonest(reader.sharers, entry[1], now)
         if use is None:
             self.drop(entry)
@@ -194,7 +194,7 @@ class NextUse:
         return True
 
     def _requeue(self, reader: Reader, now: float) -> tuple[Entry, ...]:
-        """Predict anew all entries that a job was to use next. Returns: those that nobody uses any more."""
+        """Predict anew all entries that a job was to use next; return those without a next use."""
         entries = [entry for entry, use in self._queue.uses.items() if use.reader is reader]
         return tuple(entry for entry in entries if not self._predict(entry, reader, now))
 

@@ -43,7 +43,7 @@ class Stored:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it has come, so that it can be read."""
+        """True if all of it has come, so that it can be read."""
         return self.written == self.num_bytes
 
 

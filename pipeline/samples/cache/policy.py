@@ -121,7 +121,7 @@ class ByteBudget:
         self.held: dict[str, int] = {}
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so many bytes more fit."""
+        """True if so many bytes more fit."""
         return self.num_bytes + num_bytes <= self.capacity
 
     def add(self, entry: Entry, num_bytes: int, name: str) -> None:

@@ -99,7 +99,7 @@ class RedisClient:
         self._errors = redis.RedisError, OSError
 
     def _ask(self, ask: Callable[[Any], Any]) -> Any:
-        """What the server answers, or None while it is away."""
+        """Return the server's answer, or None while it is away."""
         if time.monotonic() < self._next_try:
             return None
         try:
@@ -119,7 +119,7 @@ def _value(payload: bytes, stamp: bytes) -> bytes:
 
 
 def _hit(value: bytes | None) -> Hit | None:
-    """What a value says; nothing of one that is damaged or not ours."""
+    """Parse a value; None for one that is damaged or not ours."""
     if value is None or len(value) <= _CHECK or xxhash.xxh3_64_digest(value[_CHECK:]) != value[:_CHECK]:
         return None
     begin = _CHECK + 1 + value[_CHECK]

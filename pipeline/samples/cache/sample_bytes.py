@@ -55,13 +55,10 @@ def from_bytes(data: bytes) -> Any:
         raise PenstockError(f"the bytes are those of no sample ({type(error).__name__}: {error})") from error
 
 
-class _NotPlain(Exception):
-    """What is not taken."""
+class _NotPlain(Exception): ...
 
 
 class _Buffers:
-    """Buffers one after another behind a header."""
-
     def __init__(self, data: bytes, at: int) -> None:
         self._data, self._at = memoryview(data), at
 
@@ -74,7 +71,7 @@ class _Buffers:
 
 
 def _describe(item: Any, buffers: list[bytes]) -> Any:
-    """What the header says of an item: [kind, what is known of it]."""
+    """Header of an item: [kind, description]."""
     kind = type(item)
     if kind is float and not np.isfinite(item):
         return ["number", item.hex()]
@@ -135,7 +132,6 @@ def _append(data: bytes, buffers: list[bytes]) -> int:
 
 
 def _frame(tensor: torch.Tensor) -> bytes:
-    """A tensor with its strides, as a frame."""
     plain = tensor.layout is torch.strided and tensor.device == CPU and not tensor.requires_grad
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         raise _NotPlain

@@ -79,7 +79,7 @@ def connect(path: Path, timeout: float | None) -> socket.socket:
 
 
 def is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end is of the same user."""
+    """True if the process at the other end is of the same user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1] == os.getuid()
 

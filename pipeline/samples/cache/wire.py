@@ -36,7 +36,7 @@ LEASED = struct.Struct(f"=I{LONGEST_STAMP + 1}p")
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     HELLO = 1
     MEASURED = 2

@@ -1,4 +1,4 @@
-"""Which tiers a plan takes where that is left open, and what a share of the memory means."""
+"""Tiers of a plan that leaves them open, and the meaning of a share of the memory."""
 
 import dataclasses
 import itertools

@@ -25,7 +25,7 @@ def crossing(profile, position):
 
 
 def weight(profile, cuts):
-    """What decides between equals: bytes, bytes that are not zero, cuts before their values are finished."""
+    """Tie-breakers: bytes, bytes that are not zero, cuts before their values are finished."""
     return (
         sum(sum(crossing(profile, cut)) for cut in cuts),
         sum(round(v.num_bytes * (1 - v.zero_fraction)) for cut in cuts for v in crossed(profile, cut)),

@@ -1,4 +1,4 @@
-"""What the search believes to wait on a stage is what the programs that will run make wait there."""
+"""The search counts as waiting on a stage exactly what the programs that will run make wait there."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""What each of two started ranks runs: one ends as it is told, a moment after the other has lost it.
+"""Program of each of two started ranks: one ends as asked, a moment after the other has lost it.
 
 It imports no torch, which takes seconds."""
 

@@ -1,4 +1,4 @@
-"""What a failing rank leaves, and which of several failures is told (law L7)."""
+"""Reports of failing ranks, and the choice of one among several failures (law L7)."""
 
 import json
 

@@ -13,7 +13,7 @@ from zoo import cross_entropy, images
 
 import penstock
 from penstock.pipeline.ranks import process_group
-from penstock.pipeline.ranks.process_group import World, found
+from penstock.pipeline.ranks.process_group import World, init_group
 from penstock.pipeline.ranks.transport import measured_rates
 
 DEADLINE = 4.0  # seconds; less, and on a busy machine the wrong rank is late
@@ -56,12 +56,12 @@ def test_a_rank_that_never_starts_is_named(tmp_path):
     store.set("penstock/joined/1", "")
     begun = time.monotonic()
     with pytest.raises(penstock.PenstockError, match=r"^rank 2 of 3 did not join within 1 s"):
-        found(store, rank=0, ranks=3, deadline=1)
+        init_group(store, rank=0, ranks=3, deadline=1)
     assert time.monotonic() - begun < 10
 
 
 def told_by(call):
-    """What a rank tells that loses the group in ``call``; the pool goes on with a new group."""
+    """Message of a rank that loses the group in ``call``; the pool goes on with a new group."""
     try:
         call()
     except BaseException as error:

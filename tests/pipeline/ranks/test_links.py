@@ -44,7 +44,7 @@ LOSS = "iptables -A INPUT -i {} -p tcp -m statistic --mode random --probability 
 
 
 def trained(folder, *, before=lambda ends: None, meanwhile=lambda ends: None, deadline=45):
-    """What two ranks on two ends of a link print last; ``before`` is called while they wait after some steps,
+    """Last output of two ranks on two ends of a link; ``before`` is called while they wait after some steps,
     and ``meanwhile`` when they go on."""
     link = links.parse_link("1Gbit")
     if reason := links.why_not(link):

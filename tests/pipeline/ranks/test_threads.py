@@ -254,7 +254,7 @@ def test_a_send_waits_until_it_is_taken():
 
 
 def test_a_group_is_ended_for_what_comes_later_too():
-    first, second = ThreadGroup.founded(2, deadline=30)
+    first, second = ThreadGroup.create(2, deadline=30)
     sent = first.send([torch.ones(2)], 1, 0)
     second.recv([into := torch.zeros(2)], 0, 0)
     first.post.end("it is over")

@@ -33,7 +33,7 @@ def test_frames_of_one_process_wait_for_their_stage():
 
 
 def on_threads(work):
-    """What ``work(pipeline, batches)`` gives on each of three ranks of the case; with its plan."""
+    """Results of ``work(pipeline, batches)`` on each of three ranks of the case; with its plan."""
     plan, _ = plan_of(CASE)
     built = [build(CASE.model) for _ in range(3)]
 

@@ -1,4 +1,4 @@
-"""What a person reads of a run: every figure is there, in a log and on a terminal of 80 columns."""
+"""Output of a run for a person: every figure is there, in a log and on a terminal of 80 columns."""
 
 import io
 import os

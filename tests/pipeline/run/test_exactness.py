@@ -1,4 +1,4 @@
-"""How a run sets torch for the bits of a GPU, and what its folder says of it."""
+"""Settings of torch for the bits of a GPU, and their record in the run folder."""
 
 import os
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_cuda_is_refused_where_there_is_none(what, capfd):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_auto_is_the_cpu_and_a_plan_whose_stage_says_cuda_is_refused(capfd):
-    """What counts on a GPU alone is left as it is, and the folder says where the run was."""
+    """Settings of GPUs alone are left as they are, and the folder records the device of the run."""
     cudnn: Any = torch.backends.cudnn
     before = cudnn.conv.fp32_precision, cudnn.benchmark
     trained(f"{JOB} hydra.run.dir=here device=auto")

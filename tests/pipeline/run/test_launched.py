@@ -123,7 +123,7 @@ def steps(folder):
 
 
 def same_as_in_one_process(folder, options):
-    """Whether the run in ``folder`` ended with the bits of one that nothing happened to."""
+    """True if the run in ``folder`` ended with the bits of an undisturbed one."""
     shutil.copy(SUPPORT / "own_digits.py", "own_digits.py")
     trained(f"{OWN} {options} hydra.run.dir=ours ranks=1")
     return same_model("ours", folder)
@@ -309,7 +309,7 @@ def test_surroundings_that_are_none_of_a_launcher_are_refused(monkeypatch, capsy
 
 @pytest.fixture
 def notices(tmp_path):
-    """What two ranks leave in one store."""
+    """Notices of two ranks in one store."""
     store = dist.FileStore(str(tmp_path / "store"))  # type: ignore[attr-defined]
     return [Notices(store, rank, 2) for rank in range(2)]
 

@@ -1,4 +1,4 @@
-"""What other tools read of a run: CSV, the events of TensorBoard, a run of Weights & Biases."""
+"""Files of a run for other tools: CSV, the events of TensorBoard, a run of Weights & Biases."""
 
 import csv
 import json

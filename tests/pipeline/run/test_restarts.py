@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
 
 
 def restarts(capfd):
-    """What was said of restarts."""
+    """Messages about restarts."""
     return [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
 
 

@@ -14,7 +14,7 @@ import penstock
 
 
 def said_by(call):
-    """What a call returns, or the error that it raises."""
+    """Result of a call, or the error that it raises."""
     try:
         return call()
     except (penstock.PenstockError, RuntimeError, KeyError) as error:
@@ -22,7 +22,7 @@ def said_by(call):
 
 
 def sentences():
-    """What this rank says of every case; the group goes on after each."""
+    """Sentences of this rank on every case; the group goes on after each."""
     said = {name: str(said_by(ways[dist.get_rank()])) for name, (*ways, _) in CASES.items()}
     return said, pipeline(plan_of()).step(*batches(1)[0]).loss
 
@@ -70,7 +70,7 @@ def test_one_process_takes_no_plan_from_anybody():
 
 
 def watched(state):
-    """What this rank says of batches of which some differ; the group goes on after each refusal."""
+    """Sentences of this rank on batches of which some differ; the group goes on after each refusal."""
     pipe, own = pipeline(plan_of()), dist.get_rank()
     pipe.same.every = 3
     x, y = batches(1)[0]

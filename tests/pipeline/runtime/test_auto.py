@@ -170,7 +170,7 @@ def test_auto_decides_in_a_training_run_and_says_so():
 
 
 def test_seconds_of_trials_are_those_of_packing(monkeypatch):
-    """What a stage takes without packing is a price: a trial in it would make packing look free."""
+    """The seconds of a stage without packing are a price: a trial in it would make packing look free."""
     for name in ("leaving", "arriving"):
         monkeypatch.setattr(Auto, name, lambda *_: time.sleep(0.02))
     case = Case(model="mlp", cuts=3, codec="auto")
@@ -225,7 +225,7 @@ def test_a_codec_that_was_asked_for_is_the_only_one():
 
 
 def flown(case, plan):
-    """How many fly on each of two ranks, step by step: asked for and counted; whether that has settled, and
+    """Micro-batches in flight on each of two ranks, step by step: asked for and counted; settled or not, and
     the weights."""
     built = [build(case.model, case.dtype, 3) for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""What ranks on several kinds of device have alike, and what they may differ in."""
+"""Facts that ranks on several kinds of device have alike, and those that may differ."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What breaks a step off leaves all of its update or nothing, or the pipeline says that nothing goes on."""
+"""A step that breaks off leaves all of its update or nothing, or the pipeline refuses to go on."""
 
 import copy
 import dataclasses

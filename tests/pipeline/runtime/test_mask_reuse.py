@@ -148,7 +148,7 @@ class Listening:
 
 
 def seen_in_a_step(case):
-    """What a step of ``case`` sends in one process, and how often it packs."""
+    """Frames that a step of ``case`` sends in one process, and the number of packings."""
     pipe, batches = pipeline_with_batches(case)
     frames = pipe.engine.frames
     listening = Listening(frames.transport)

@@ -1,4 +1,4 @@
-"""What replicas would train otherwise than one rank is refused by name."""
+"""Models that replicas would train otherwise than one rank are refused by name."""
 
 import copy
 
@@ -86,7 +86,7 @@ def planned(model, **options):
 
 
 def trained(model, *, before=lambda rank, step, model: None, **options):
-    """How many steps each of two threads was trained."""
+    """Number of steps that each of two threads was trained."""
     plan, _, x = planned(model, **options)
     models = [copy.deepcopy(model) for _ in range(2)]
 

@@ -51,7 +51,7 @@ def test_slices_are_the_whole_program_and_need_nothing_of_later_ones(stages, siz
 
 
 def needs(instruction, num_stages):
-    """What must have run before, on other stages and on its own."""
+    """Instructions that must have run before, on other stages and on its own."""
     stage, op, m = instruction.stage, instruction.op, instruction.micro_batch
     if op is Op.F:
         return {Instruction(stage - 1, Op.F, m)} if stage else set()

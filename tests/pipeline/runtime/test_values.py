@@ -1,4 +1,4 @@
-"""Where a model on the meta device gets its values from: what does not suit is refused by name."""
+"""Sources of the values of a model on the meta device: unsuitable ones are refused by name."""
 
 import pytest
 import torch

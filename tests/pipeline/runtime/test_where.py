@@ -1,4 +1,4 @@
-"""Where the stages of a process compute: what people say, what a plan says, and what is refused."""
+"""Devices of the stages of a process: people's choice, the plan's choice, and refusals."""
 
 import dataclasses
 import types
@@ -114,7 +114,7 @@ def gpu_plan(**more):
 
 
 def room(needed, which, free, ours=0):
-    """What a rank says of the GPU ``which`` that it calls cuda:0, in GiB."""
+    """Report of a rank on the GPU ``which`` that it calls cuda:0, in GiB."""
     return "cuda", [["cuda:0", needed * GIB, which, free * GIB, ours * GIB]]
 
 

@@ -58,7 +58,7 @@ def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, 
     notes: list[str] = []
     loader = Loader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
     try:
-        return [loader.take(place) for place in PLACES], loader.told | {"notes": notes}
+        return [loader.take(place) for place in PLACES], loader.figures | {"notes": notes}
     finally:
         loader.close()
 
@@ -205,7 +205,7 @@ def test_a_file_that_changes_is_read_anew(path, tmp_path):
         data = penstock.cached(Written(tmp_path), job="a", socket=path, shuffle=False)
 
         def epoch() -> tuple[list[bytes], int]:
-            """What an epoch reads, and the hits of it."""
+            """Bytes that an epoch reads, and its hits."""
             before = data.through.counts.hits
             return data.__getitems__(list(data.sampler)), data.through.counts.hits - before
 

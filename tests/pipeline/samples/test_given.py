@@ -1,4 +1,4 @@
-"""What people have to train on: data sets, loaders, pairs of them; what is not used of it is said."""
+"""People's data: data sets, loaders, pairs of them; unused settings are named."""
 
 import sys
 from collections.abc import Callable

@@ -110,7 +110,7 @@ def test_waiting_is_counted_and_hides_behind_what_is_done_meanwhile():
             time.sleep(0.1)
             loader.take(place)
         waits[workers] = loader.waited - began
-        assert loader.told["waited_seconds"] == loader.waited
+        assert loader.figures["waited_seconds"] == loader.waited
         loader.close()
     assert waits[0] > 0.15  # 19 samples of 10 ms
     assert waits[2] < waits[0] / 2
@@ -134,7 +134,7 @@ def test_samples_that_cannot_be_read_are_left_out_if_asked(workers):
     for (_, left), (_, all_of) in zip(found, whole, strict=True):
         assert left.tolist() == [number for number in all_of.tolist() if number not in damaged]
     left_out = sum(number in damaged for _, all_of in whole for number in all_of.tolist())
-    assert loader.broken == loader.told["left_out"] == left_out
+    assert loader.broken == loader.figures["left_out"] == left_out
     assert len(said) == 3
     assert said[0].startswith("left out: train sample ")
     assert said[2].endswith("; others are only counted")
@@ -150,7 +150,7 @@ def test_data_whose_first_samples_cannot_be_read_are_described_by_another_if_ask
 
 
 class Uneven(Damaged):
-    """Whose samples make no batch."""
+    """Samples that make no batch."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.ones(1 + index % 2), torch.tensor(index)

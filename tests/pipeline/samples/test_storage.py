@@ -31,7 +31,7 @@ class Together:
 
 
 def said(places: list[Path]) -> list[str]:
-    """What each rank says whose files are at its place."""
+    """Message of each rank whose files are at its place."""
     together, told = Together(len(places)), [""] * len(places)
 
     def run(rank: int) -> None:

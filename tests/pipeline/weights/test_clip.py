@@ -38,7 +38,7 @@ def gradients_of(seed):
 
 
 def clipped_otherwise(world, seeds, largest):
-    """Which parameters are clipped to other bits than torch would, each rank holding its share of them."""
+    """Parameters that are clipped to other bits than torch's, each rank holding its share of them."""
     bad = []
     for seed in seeds:
         ours, theirs = gradients_of(seed), gradients_of(seed)

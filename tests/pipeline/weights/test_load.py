@@ -374,7 +374,7 @@ def test_ranks_refuse_together():
     models = [model_of() for _ in range(2)]
 
     def load(world):
-        """What is said of every state, and whether anything changed."""
+        """Return the refusal of every state, and whether anything changed."""
         settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS["adam"], "world": world}
         pipe, said = penstock.Pipeline(models[world.rank], plan, **settings), []
         world.barrier()  # what a pipeline draws as it is made goes back into the generator of all threads

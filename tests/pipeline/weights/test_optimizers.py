@@ -1,4 +1,4 @@
-"""What an optimizer keeps, as a step of its own shows it."""
+"""Entries of an optimizer's state, as a step of its own shows them."""
 
 import pytest
 import torch

@@ -89,7 +89,7 @@ def named_parameters():
 
 
 def refusal(optimizer, *, in_turn=False, named=None):
-    """What is said to an optimizer of three stages, or of one that steps in turn; "" for nothing."""
+    """Refusal of an optimizer of three stages, or of one that steps in turn; "" for none."""
     named = named or named_parameters()
     part_of = {name: int(name[0]) for name, _ in named}
     if in_turn:

@@ -1,4 +1,4 @@
-"""What an update does for weights on a GPU, on CPU tensors that are taken for a GPU's."""
+"""An update of weights on a GPU, on CPU tensors that are taken for a GPU's."""
 
 import pytest
 import torch

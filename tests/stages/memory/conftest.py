@@ -1,4 +1,4 @@
-"""What the tests in this folder make and leave nothing of: disks, and savers of what a net saves."""
+"""Fixtures that leave nothing behind: disks, and savers of a net's saved tensors."""
 
 import threading
 

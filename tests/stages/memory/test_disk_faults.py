@@ -1,4 +1,4 @@
-"""What a disk may do: be slow, full, worn or wrong. None hangs, none corrupts, each is named."""
+"""A disk may be slow, full, worn or wrong. None hangs, none corrupts, each is named."""
 
 import errno
 import gc

@@ -1,4 +1,4 @@
-"""What the graph knows: one-bit ReLUs, dropout masks; the same gradients."""
+"""Savings from the graph: one-bit ReLUs, dropout masks; the same gradients."""
 
 import pytest
 import torch

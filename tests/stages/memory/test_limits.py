@@ -108,7 +108,7 @@ def test_the_forward_waits_for_a_slow_disk_and_that_is_counted(held):
 
 
 def ends(work):
-    """What ``work`` returns or raises in a thread of its own, which ends."""
+    """Return or raise the result of ``work`` in a thread of its own, which ends."""
     found = []
 
     def run():

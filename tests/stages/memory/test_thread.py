@@ -67,7 +67,7 @@ def states_at(saved, net, layer):
 
 
 def at_each_read(saved, thread, look):
-    """What ``look`` finds at each layer of the backward, everything that was to move having moved."""
+    """Results of ``look`` at each layer of the backward, everything that was to move having moved."""
     seen, read = [], thread.reads
 
     def reads(run, layer):

@@ -1,4 +1,4 @@
-"""Who takes a micro-batch by weight: literals, what holds of any weights, shares that deal nothing."""
+"""Division of micro-batches by weight: literals, laws of any weights, shares that give out nothing."""
 
 import dataclasses
 import json

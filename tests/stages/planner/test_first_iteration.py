@@ -1,4 +1,4 @@
-"""What a measuring run tells: of intermediate data, on a GPU, and of a model without values."""
+"""Results of a measuring run: intermediate data, on a GPU, and a model without values."""
 
 import copy
 import dataclasses

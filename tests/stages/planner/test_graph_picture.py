@@ -1,4 +1,4 @@
-"""What the picture of the dependencies holds: every layer in a box, three styles of arrows, and no more boxes
+"""Picture of the dependencies: every layer in a box, three styles of arrows, and no more boxes
 than a page takes."""
 
 import pytest

@@ -1,4 +1,6 @@
-"""Which policies of the weights suit which schedule: the whole product, held against a list by hand."""
+"""Policies of the weights and the schedules that they suit: the whole product, held against a list by
+hand.
+"""
 
 import contextlib
 import itertools

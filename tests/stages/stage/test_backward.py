@@ -21,7 +21,7 @@ from penstock.stages.stage.weights_first import run_weights_first
 
 
 def same(a, b):
-    """Whether two gradients have the same bits and strides, and conjugate neither or both; None is None."""
+    """True if two gradients have the same bits and strides, and conjugate neither or both; None is None."""
     if a is None or b is None:
         return a is b
     layouts = [(t.stride(), t.is_conj()) for t in (a, b)]
@@ -53,7 +53,7 @@ class Piece:
         return self.gradients()
 
     def gradients(self):
-        """What was received first, then the parameters, whose gradients are taken away."""
+        """Gradients of received values, then of the parameters, which lose theirs."""
         found = [self.slot.get(0), *(p.grad for p in self.module.parameters())]
         self.module.zero_grad()
         return found

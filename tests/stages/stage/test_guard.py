@@ -41,7 +41,7 @@ def made(function, *, cut="add", guard=True, **settings):
 
 
 def refusal(pipe, x=None):
-    """What a step is refused with; all weights are as they were."""
+    """Refusal of a step; all weights are as they were."""
     before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
     with pytest.raises(StageError) as error:
         pipe.step(BATCH[0] if x is None else x, BATCH[1])

@@ -111,7 +111,9 @@ def test_a_gradient_that_was_written_over_is_not_read_again():
 
 
 class Held(nn.Module):
-    """What arrives at its layers is held: by a person's hooks, or by another layer that it arrives at too."""
+    """Values that arrive at its layers are held: by a person's hooks, or by another layer that they arrive
+    at too.
+    """
 
     def __init__(self, how):
         super().__init__()
@@ -196,7 +198,7 @@ def test_a_deep_network_needs_less(away, depth, less):
 
 
 class Twice(nn.Module):
-    """What a linear layer behind it saves is nobody else's, and half of it is zero behind a ReLU."""
+    """The saved tensor of a linear layer is shared with nobody, and half of it is zero after a ReLU."""
 
     def forward(self, x):
         return x * 2

@@ -1,4 +1,4 @@
-"""Where the layers of an evaluation run: what training writes is read where it is written, or not at all."""
+"""Stages of the layers of an evaluation: what training writes is read where it is written, or not at all."""
 
 import pytest
 import torch

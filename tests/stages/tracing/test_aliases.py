@@ -74,7 +74,7 @@ def adds_row_twice(self, x):
 
 
 def base(change, forward=Base.forward):
-    """What makes a Base to which ``change`` was made."""
+    """Return a factory of a Base to which ``change`` was made."""
 
     def make():
         model = type("Net", (Base,), {"forward": forward})()

@@ -1,4 +1,4 @@
-"""How a model is called: by position, by name, with flags between its tensors, on ranks that never saw it."""
+"""Calls of a model: by position, by name, with flags between its tensors, on ranks that never saw it."""
 
 import copy
 import dataclasses

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def compiled(module, backend):
-    """What ``torch.compile`` makes of a module is one again, which its annotation does not say."""
+    """The result of ``torch.compile`` of a module is a module, which its annotation does not say."""
     return cast("nn.Module", torch.compile(module, backend=backend))
 
 

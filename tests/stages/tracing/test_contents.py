@@ -1,4 +1,4 @@
-"""What a forward leaves in its modules is refused by its path."""
+"""Contents that a forward leaves in its modules are refused by their path."""
 
 import collections
 import copy

@@ -1,4 +1,4 @@
-"""What is set on the model between steps counts as in the plain loop, or is refused by the layer's name."""
+"""Flags set on the model between steps count as in the plain loop, or are refused by the layer's name."""
 
 import copy
 
@@ -123,7 +123,7 @@ def trains(path, flag):
 
 
 def used(model):
-    """What people do between steps."""
+    """Use a model as people do between steps."""
     model.eval()
     with torch.no_grad():
         model(torch.ones(2, 6))

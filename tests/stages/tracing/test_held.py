@@ -1,4 +1,6 @@
-"""What a trace read, on the model or around it, is held: when it changes, steps and evaluations refuse it."""
+"""Facts that a trace read, on the model or around it, are guarded: a change makes steps and evaluations
+refuse.
+"""
 
 import argparse
 import array

@@ -1,4 +1,4 @@
-"""What is one layer: by request, by itself where the data choose; and how a graph says so."""
+"""Single layers: by request, by themselves where the data choose; and how a graph shows it."""
 
 import sys
 

@@ -33,7 +33,7 @@ class Base(nn.Module):
 
 
 def of(forward):
-    """What makes a model with this ``forward``."""
+    """Return a factory of a model with this ``forward``."""
     return lambda: type("Net", (Base,), {"forward": forward})()
 
 

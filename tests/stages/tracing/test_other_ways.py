@@ -53,7 +53,7 @@ def square(outputs, targets):
 
 
 def trained(forward, inputs, example):
-    """What differs in a step of three micro-batches."""
+    """Differences in a step of three micro-batches."""
     data = inputs, torch.rand(len(inputs))
     return differences(lambda: Net(forward), [nothing], data=data, example=(example,), loss=square)
 

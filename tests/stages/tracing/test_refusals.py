@@ -1,4 +1,4 @@
-"""What cannot be traced, cut or trained, and arguments that are none: refused by name, with the remedy."""
+"""Models that cannot be traced, cut or trained, and wrong arguments: refused by name, with the remedy."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a layer writes where autograd counts no write: no cut comes before it."""
+"""Writes of a layer that autograd does not count: no cut comes before them."""
 
 import copy
 
@@ -104,9 +104,9 @@ def test_contents_see_every_byte_and_skip_what_has_none():
 
 
 def is_equal(model, cut, monkeypatch, *, unseen=lambda outputs: None):
-    """Whether a step with everything packed has the gradients of the plain loop; 4 samples, 3 and 3.
+    """True if a step with everything packed has the gradients of the plain loop; 4 samples, 3 and 3.
 
-    ``unseen``: what the loss does to the outputs, when all that was to leave before has left."""
+    ``unseen``: the loss's operation on the outputs, when all that was to leave before has left."""
     monkeypatch.setattr(stage, "LEAST_SAVED", 1)
     pipes = []
 

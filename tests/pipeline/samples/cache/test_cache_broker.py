@@ -1,4 +1,4 @@
-"""What the broker does with what is malformed, untrue, half said or not read; others do not notice."""
+"""The broker with malformed, untrue, unfinished or unread frames; others do not notice."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ def said():
 
 @pytest.fixture
 def path(tmp_path, said):
-    """Where a broker listens that serves a run which has stored a sample, and goes on serving it."""
+    """Path of a broker that serves a run which has stored a sample, and goes on serving it."""
     with broker_thread(tmp_path / "cache.sock", said=said):
         one = client(tmp_path / "cache.sock")
         one.begin(0, range(100), range(100))

@@ -1,4 +1,4 @@
-"""What the broker decides, without sockets: what a policy is asked and told, and who is refused.
+"""Decisions of the broker, without sockets: calls of a policy, and refusals.
 
 That bytes, pages and leases are always right is the law of ``test_cache_interleavings.py``."""
 

@@ -92,7 +92,9 @@ def test_a_killed_job_leaves_nothing_within_a_second(path):
 
 
 def test_a_worker_that_is_killed_while_it_reads_gives_its_pages_back(path):
-    """What it reads is given up meanwhile: its pages are nobody's until it is gone, and then free."""
+    """A sample that is evicted while it is read: its pages are nobody's until the reader is gone, and then
+    free.
+    """
 
     def worker(one, ready):
         def copy(*_):
@@ -280,7 +282,7 @@ def test_the_default_folder_is_the_users_own(tmp_path, monkeypatch):
     ],
 )
 def test_a_lying_socket_is_not_believed(path, answer, why):
-    """What answers there is no broker; it sends anything."""
+    """The program that answers there is no broker; it sends anything."""
     told = Said()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))

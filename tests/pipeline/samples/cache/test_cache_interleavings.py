@@ -64,7 +64,7 @@ class World:
                 self.leases += 1
 
     def load(self, member, index, size):
-        """What loading does: use, offer, and put, mostly all of it."""
+        """Load as a loader does: use, offer, and put, mostly all of it."""
         self.use(member, index, size)
         self.offer(member, index, size)
         for _ in range(size % 4):
@@ -144,7 +144,7 @@ class World:
 
 
 def laws_of(policy, entries, jobs):
-    """What a policy promises beyond its capacity."""
+    """Check the promises of a policy beyond its capacity."""
     if isinstance(policy, Gain):
         spaces = policy.spaces.values()
         assert policy.pool + sum(space.held + space.idle for space in spaces) == policy.capacity

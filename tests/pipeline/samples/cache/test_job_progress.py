@@ -1,4 +1,4 @@
-"""Where a job is in its two orders, and when it comes to a sample again."""
+"""Position of a job in its two orders, and its next use of a sample."""
 
 from dataclasses import replace
 
