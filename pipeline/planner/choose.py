@@ -2,8 +2,7 @@
 
 Each mix is cut by the same search, inside the one formula of memory, and costs what its slowest rank takes
 for a micro-batch: computing, and of moving what does not hide behind that. Of equals the one that moves less
-is taken, so that nothing is moved that need not be.
-Source: steps S2 and S3 of the resource management of distributed deep learning (what fits where decides)."""
+is taken, so that nothing is moved that need not be."""
 
 from __future__ import annotations
 

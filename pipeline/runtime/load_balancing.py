@@ -4,8 +4,7 @@ The parts of a whole by largest remainder are whole numbers, nobody's further th
 are taken up only where the slowest replica gains by it: seconds vary, and shares that follow each of their
 turns would make ever other sums, and plans of steps, for nothing.
 
-Source: Hamilton's method (Balinski and Young, Fair Representation, 1982, appendix A); replicas by measured
-speed: claims C5 and C6 of CN107463448A."""
+Source: Hamilton's method (Balinski and Young, Fair Representation, 1982, appendix A)."""
 
 from __future__ import annotations
 

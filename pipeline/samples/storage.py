@@ -1,6 +1,4 @@
-"""Where the files of a data set lie for all ranks: one storage that each of them reads, or local copies.
-
-Source: claim C3 of CN107463448A (a shared storage system that all nodes read and write)."""
+"""Where the files of a data set lie for all ranks: one storage that each of them reads, or local copies."""
 
 from __future__ import annotations
 
