@@ -1,7 +1,4 @@
-"""The codecs by name: lossless ones, and apart from them those that lose bits.
-
-Source: patent CN115016937A, claim 7 (zero-value compression); the others are named in their own files.
-"""
+"""The codecs by name: lossless ones, and apart from them those that lose bits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Named threads that do tasks in the order in which they were submitted.
 
 The training thread goes on with the next layer meanwhile; the codecs' kernels run without Python's lock.
-Source: claim 2 of CN110032450B (a training thread and a memory thread that share one queue).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The ranks that run replicas of one stage, and what they do together: sums and copies of plain buffers.
 
 What travels are bytes or sums of numbers on the host, over a gloo group of their own; every wait ends by the
-deadline of the world, and names what was lost.
-Source: claims C1 and C4 of CN107463448A (one update an iteration by collective communication)."""
+deadline of the world, and names what was lost."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Of what all do together each leaves a copy, which the others read; sums go in the order of ranks, so all have
 the same bits. Ending wakes everybody who waits, which gloo between threads does not: its connections close
-with the last reference to a group (torch 2.15), and the traceback of a rank that failed holds one.
-Source: claim C7 of CN107463448A (an independent thread for each CPU or GPU)."""
+with the last reference to a group (torch 2.15), and the traceback of a rank that failed holds one."""
 
 from __future__ import annotations
 

@@ -12,9 +12,7 @@ What threads share and processes do not:
     grad mode, autocast, hooks on saved tensors, profilers: each thread has its own
     deterministic and default dtype, warning filters, folder, environment: one, which nobody here changes
     signals            the main thread hears them, and tells the ranks (``groups.hearing``)
-    memory             what a report tells of the process is told by each rank
-
-Source: claim C7 of CN107463448A (an independent thread for each CPU or GPU)."""
+    memory             what a report tells of the process is told by each rank"""
 
 from __future__ import annotations
 

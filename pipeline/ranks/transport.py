@@ -4,7 +4,7 @@ Four rules carry the speed on slow links: receives are posted ahead in the sende
 ones before the rank's first send (gloo moves nothing of a message before the receiver's ready note, which
 queues behind the rank's own data); no send is waited for before the step ends or too many bytes are in
 flight; buffers are pooled; an ordered channel per pair and direction needs no dialogue. Nothing is pickled.
-Source: claims A2, A3, A8 of CN115016937A."""
+"""
 
 from __future__ import annotations
 

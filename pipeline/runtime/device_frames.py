@@ -5,8 +5,7 @@
     end       was any payload at odds with itself? One copy to the host for all frames of a step
 
 What is packed late is not written to meanwhile: a value that layers write to is not cut from them, a stage
-that exchanges its weights sends copies, and a parameter is updated when its gradients have come back.
-Source: claims A7-A10 of CN115016937A."""
+that exchanges its weights sends copies, and a parameter is updated when its gradients have come back."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     1F3   Frames.gather_inputs -> Stage.forward  -> Frames.send_outputs
     1B3   Frames.receive       -> Stage.backward -> Frames.send_outputs
     1U    clip -> optimizer.step
-Source: claims A2-A4 of CN115016937A (forward and backward channels, micro-batches that stream in without
-        pause)."""
+
+Forwards and backwards alternate, so that micro-batches stream in without pause."""
 
 from __future__ import annotations
 

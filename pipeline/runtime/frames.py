@@ -2,7 +2,7 @@
 
 The frame that goes downstream, the one that the next user of the value gets, and the one whose bitmap the
 gradient reuses on its way back are the same bytes in the same storage. A frame belongs to its message.
-Source: claims A7-A10 of CN115016937A (one module packs on every path out of a stage, and unpacks once)."""
+One module packs on every path out of a stage, and unpacks once."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ In the last backward of a step the gradient of a parameter is final as soon as a
 all of a slice of the flat buffer are, the slice goes out, in an order that is the same on all replicas; what
 no backward ended goes out at the update. Nobody waits until then: the sums run in threads of gloo, and the
 backward in this one.
-Source: claims C1 and C2 of CN107463448A; Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets of
+Source: Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets of
 gradients, filled in the reverse order of a forward)."""
 
 from __future__ import annotations

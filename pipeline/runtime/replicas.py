@@ -3,8 +3,7 @@
 Every micro-batch counts with its share of the whole batch, which its loss was multiplied by, so the gradient
 of the batch is a plain sum over the replicas: nothing is averaged, and a replica may have had nothing to do.
 Where the sum is exact, each replica keeps its gradients micro-batch by micro-batch, and the owner of each
-slice of the buffer adds them in ascending order, as the plain loop does: the same bits.
-Source: claims C1 and C2 of CN107463448A; law L8."""
+slice of the buffer adds them in ascending order, as the plain loop does: the same bits."""
 
 from __future__ import annotations
 

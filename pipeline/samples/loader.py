@@ -49,7 +49,7 @@ def at_hand(table: Table) -> bool:
 
 
 class WarmUp:
-    """Times of the first epoch, added up batch by batch (steps S11 and S12 of CN114968588A).
+    """Times of the first epoch, added up batch by batch, for the policies of a cache.
 
     Args:
         batches: Number of batches of a whole epoch.

@@ -2,7 +2,7 @@
 
 A program says which instructions read a thing, and the layers of its stages say where in them; so both are
 sorted once, and a question costs a binary search. Whoever moves things asks here what may leave, and for how
-long. Source: claims B1.4 and B2-4 of CN110032450B (what is needed next comes from the dependencies)."""
+long."""
 
 from __future__ import annotations
 

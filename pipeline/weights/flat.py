@@ -3,8 +3,7 @@
 They lie in the order in which a backward ends them, the last parameter first, so that a slice of the buffer
 is whole while the backward goes on before it. A gradient that there is none of is -0.0 throughout, to which
 adding changes no bit of a sum: 0.0 would make 0.0 of -0.0. So buffers add up whole, whichever parameters got
-a gradient where. They are used again in each step: new memory costs a system more than the copies into it.
-Source: claim C2 of CN107463448A (the offset of each weight in one buffer)."""
+a gradient where. They are used again in each step: new memory costs a system more than the copies into it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     if anybody looks at all gradients first    of each turn come, are checked, unscaled, measured, and leave
     then                                       of each turn all comes, is clipped and updated, and leaves
 
-Source: steps S2 and S5 of the resource management of distributed deep learning (the accesses of the update go
-        to the mirror, where the historical gradients are)."""
+Parameters, gradients and states come back to the device for their turn of the update."""
 
 from __future__ import annotations
 

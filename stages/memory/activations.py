@@ -2,9 +2,7 @@
 
 The walk of the forward says which layer saves, autograd which one reads; the memory thread moves. After the
 forward comes ``offload``, before the backward ``ready``, after it ``drop``. What was packed for the wire is
-not packed again. Source: claims A5, A6 and A8-A10 of CN115016937A (unload after the forward,
-fetch before the backward).
-"""
+not packed again."""
 
 from __future__ import annotations
 

@@ -2,9 +2,7 @@
 
 The first step is noted down; from the second on a buffer is a view of the one allocation, at the offset that
 ``place`` gave it by its lifetime. What comes in another size or order than noted, or where the place is still
-lent, gets a buffer of a pool instead, and is counted. What was repeated often enough is the next plan.
-Source: steps S3, S4 and S6 and claims 4-5 of the resource management of distributed deep learning.
-"""
+lent, gets a buffer of a pool instead, and is counted. What was repeated often enough is the next plan."""
 
 from __future__ import annotations
 

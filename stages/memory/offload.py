@@ -2,7 +2,7 @@
 
 Stands in the place of ``torch.autograd.graph.save_on_cpu``; no pipeline and no graph is needed, so only what
 bytes tell is used.
-Source: claims A5-A10 of CN115016937A; Rhu et al., Compressing DMA Engine, HPCA 2018.
+Source: Rhu et al., Compressing DMA Engine, HPCA 2018.
 """
 
 from __future__ import annotations

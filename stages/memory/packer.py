@@ -47,7 +47,7 @@ class WireFrame(NamedTuple):
     """A frame that was made of a tensor to be sent, and the storage and view of that tensor.
 
     The storage is known by a reference that keeps its identity: an address is given to another storage as
-    soon as its own is freed. Source: claims A8-A10 of CN115016937A (one module packs on every path out)."""
+    soon as its own is freed."""
 
     frame: Frame
     storage: StorageWeakRef

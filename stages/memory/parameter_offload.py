@@ -6,8 +6,6 @@
     update     layer by layer: parameters, gradients and what the optimizer keeps of them come, and leave
 
 What autograd saved of a parameter is a note of where it lies in it: who reads the note has it brought.
-Source: steps S2, S4, S5 and S7 of the resource management of distributed deep learning (parameters, gradients
-        and historical gradients have their place in host memory, where the update finds them).
 """
 
 from __future__ import annotations

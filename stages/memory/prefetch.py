@@ -11,8 +11,6 @@ store have threads of their own.
 Where the device has a limit, only so much leaves as is too much, what is read last first; nothing is brought
 back ahead of its time that has no room; and the training thread waits between two layers while there is no
 room for one more and something is on its way out.
-
-Source: claims 2-4 of CN110032450B (a training and a memory thread, so many layers ahead and behind).
 """
 
 from __future__ import annotations

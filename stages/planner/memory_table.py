@@ -1,6 +1,6 @@
 """Table of what fills a rank's memory, layer by layer, for people and as rows for programs.
 
-Source: resource management of a training step, S1 and S11-S13: kinds, sizes and lifetimes of intermediate
+Source: docs/sources.md, system E, S1 and S11-S13: kinds, sizes and lifetimes of intermediate
         data by (layer, order of saving), dependencies inside a layer and to others, reference counts."""
 
 from __future__ import annotations

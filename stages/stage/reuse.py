@@ -4,8 +4,6 @@ Of what arrives at a layer nothing is read again once the gradient of its input 
 for both: an activation writes element by element, a matrix product by blocks of rows, where a row is not
 longer than the one it is computed from. Whether a product by rows has the bits of the whole one is for the
 library that computes it to say: every shape is computed both ways once, and compared.
-Source: steps S3 and S6 of the resource management of distributed deep learning (the gradient of a feature map
-        takes space that is free; counts of references say whose space is).
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 What keeps the bits: random layers are seeded one by one; received tensors enter as neither leaf nor view,
 and their gradient is taken raw; a value that goes on to later stages brings its gradient back as one more
 root of this stage's own backward, so autograd adds in its own order; what ran is held against the probe.
-Source: claims A1-A3 of CN115016937A (a node computes only its partition).
 """
 
 from __future__ import annotations

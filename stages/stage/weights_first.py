@@ -3,7 +3,6 @@
 Of a matrix product or a convolution only the former reads the feature map, so the latter may take its memory.
 Both are products of their own: which comes first changes no bit. Behind the former nobody reads what arrived
 either: the gradient of the feature map is written over it where that is exact (``reuse.py``).
-Source: steps S5 and S6 and claims 4-5 of the resource management of distributed deep learning.
 """
 
 from __future__ import annotations

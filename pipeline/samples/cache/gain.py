@@ -1,6 +1,6 @@
-"""The policy of the patent, step by step: a pool for all jobs, halves for this epoch and the next, gains.
+"""Policy of system D, step by step: a pool for all jobs, halves for this epoch and the next, gains.
 
-Source: CN114968588A, steps S13 to S38 and step 4, of which the comments name each. What is not legible there:
+Source: docs/sources.md, system D; the comments name its steps. Our reading of what is not legible there:
 
 - the pool's first size (S31) is the sum of what the jobs hold, so all of the capacity; M_i is the capacity by
   the number of jobs, in bytes, and in slots (S21) by the mean size of the job's samples;

@@ -1,6 +1,6 @@
 """Position of a job in its two known orders, and the predicted time of its next use of a sample.
 
-A job announces the order of this epoch and of the next (CN114968588A, step S32), so the next use of every
+A job announces the order of this epoch and of the next (step S32), so the next use of every
 sample is a known position; the job's pace (S11: seconds of an epoch by its samples) turns it into a time."""
 
 from __future__ import annotations

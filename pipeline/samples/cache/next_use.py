@@ -1,6 +1,6 @@
 """The default policy: the samples that will be used soonest stay, by the predicted time of their next use.
 
-It has the inputs of CN114968588A (two known orders, S32; seconds of an epoch, S11) and applies Belady's rule
+It has the inputs of ``gain`` (two known orders; seconds of an epoch) and applies Belady's rule
 to them (A study of replacement algorithms, 1966): the sample that is used last is evicted, and one that is
 used later still is not admitted. The next use is predicted as now + positions until then x T_i / N_i, the
 soonest among the jobs that read the data."""

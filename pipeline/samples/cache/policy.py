@@ -3,7 +3,7 @@
 A policy is pure: no clock, no file, no thread. The broker and the simulator drive the same objects and pass
 the time. A sample is used first; if the policy does not have it, it is loaded and then offered.
 
-Source: CN114968588A, steps S11 (what is measured of a job), S32 (two known orders) and S33-S38."""
+Source: docs/sources.md, system D."""
 
 from __future__ import annotations
 

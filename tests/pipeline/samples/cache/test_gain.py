@@ -1,4 +1,4 @@
-"""The policy of the patent, step by step (CN114968588A), on cases small enough to be worked out by hand."""
+"""The policy ``gain``, step by step, on cases small enough to be worked out by hand."""
 
 from dataclasses import replace
 
