@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from .compression.frame import header_bytes as header_bytes
     from .pipeline.checkpoint import load as load
     from .pipeline.checkpoint import save as save
+    from .pipeline.data.cached import cached as cached
+    from .pipeline.distributed.launcher import init as init
+    from .pipeline.distributed.threads import in_threads as in_threads
+    from .pipeline.partition.partition import partition as partition
     from .pipeline.pipeline import Pipeline as Pipeline
-    from .pipeline.planner.partition import partition as partition
-    from .pipeline.ranks.launcher import init as init
-    from .pipeline.ranks.threads import in_threads as in_threads
     from .pipeline.runtime.report import Report as Report
-    from .pipeline.samples.cached import cached as cached
     from .stages.memory.byte_budget import MemoryOptions as MemoryOptions
     from .stages.memory.disk import DiskOptions as DiskOptions
     from .stages.memory.offload import offload as offload
-    from .stages.planner.measure import measure as measure
-    from .stages.planner.network_profile import Profile as Profile
-    from .stages.planner.plan import Plan as Plan
+    from .stages.plan.plan import Plan as Plan
+    from .stages.profiling.measure import measure as measure
+    from .stages.profiling.network_profile import Profile as Profile
     from .stages.seeds import layer_seed as layer_seed
     from .stages.split_inputs import Split as Split
     from .stages.tracing.capture.call_spec import Constant as Constant
@@ -62,10 +62,10 @@ _HOMES = {
     "Split": "stages.split_inputs",
     "trace": "stages.tracing.tracer",
     "LayerGraph": "stages.tracing.tracer",
-    "measure": "stages.planner.measure",
-    "Profile": "stages.planner.network_profile",
-    "partition": "pipeline.planner.partition",
-    "Plan": "stages.planner.plan",
+    "measure": "stages.profiling.measure",
+    "Profile": "stages.profiling.network_profile",
+    "partition": "pipeline.partition.partition",
+    "Plan": "stages.plan.plan",
     "layer_seed": "stages.seeds",
     "offload": "stages.memory.offload",
     "MemoryOptions": "stages.memory.byte_budget",
@@ -74,9 +74,9 @@ _HOMES = {
     "save": "pipeline.checkpoint",
     "load": "pipeline.checkpoint",
     "Report": "pipeline.runtime.report",
-    "init": "pipeline.ranks.launcher",
-    "in_threads": "pipeline.ranks.threads",
-    "cached": "pipeline.samples.cached",
+    "init": "pipeline.distributed.launcher",
+    "in_threads": "pipeline.distributed.threads",
+    "cached": "pipeline.data.cached",
 }
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -20,9 +20,9 @@ from ..stages.device import is_gpu
 from ..stages.files import open_regular, reason, refusing, save_json, sync
 from ..stages.memory.evictable_tensor import TensorMemory
 from ..stages.tensor_file import Receipt, TensorFile, checksum, write_tensors
+from .optimizer.update import Update
 from .pipeline import Pipeline
 from .runtime.state import State, chosen, put_together
-from .weights.update import Update
 
 
 class Unread(NamedTuple):

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compression.errors import ConfigError
-from .samples.options import check_count, check_known
-from .samples.samples import Description
+from .data.options import check_count, check_known
+from .data.samples import Description
 
 
 class SquaredReLU(nn.Module):

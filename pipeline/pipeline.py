@@ -28,12 +28,17 @@ from ..stages.memory.disk import ANYWHERE, DiskOptions
 from ..stages.memory.prefetch import MemoryThread
 from ..stages.memory.stores import StoreOptions
 from ..stages.places import home_of
-from ..stages.planner.examples import graph_of
-from ..stages.planner.plan import Plan
-from ..stages.planner.rules import STREAM
+from ..stages.plan.plan import Plan
+from ..stages.plan.validation import STREAM
+from ..stages.profiling.examples import graph_of
 from ..stages.stage.nan_check import Guard
-from .ranks.gpu_transport import identity_of, transport_of
-from .ranks.process_group import World
+from .distributed.gpu_transport import identity_of, transport_of
+from .distributed.process_group import World
+from .optimizer.mirrored_update import MirroredUpdate
+from .optimizer.optimizers import Named
+from .optimizer.scale import Scaler
+from .optimizer.separability import check_separable
+from .optimizer.update import Update
 from .runtime import fingerprints
 from .runtime.agreement import Agreement, SameBatches
 from .runtime.arguments import (
@@ -66,11 +71,6 @@ from .runtime.state import State
 from .runtime.step_planner import Step, Steps, SynchronousFeed
 from .runtime.stream import StreamFeed
 from .schedules.span import Span
-from .weights.mirrored_update import MirroredUpdate
-from .weights.optimizers import Named
-from .weights.scale import Scaler
-from .weights.separability import check_separable
-from .weights.update import Update
 
 
 class Pipeline:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..compression.errors import ConfigError
-from ..pipeline.samples.cache.pages import PAGE_BYTES
-from ..pipeline.samples.cache.socket_path import default_socket
+from ..pipeline.data.cache.pages import PAGE_BYTES
+from ..pipeline.data.cache.socket_path import default_socket
 from ..stages.files import reason
 from ..stages.units import parse_bytes, show_bytes
 from . import usage
@@ -63,9 +63,9 @@ def serve(options: Mapping[str, str]) -> int:
     Raises: ConfigError: there is not the memory, or a broker listens there."""
     capacity, page = parse_bytes(options["capacity"], name="capacity"), _page(options["page"])
     path = _socket(options)
+    from ..pipeline.data.cache.broker import serving
+    from ..pipeline.data.cache.policies import policy as new_policy
     from ..pipeline.run import console
-    from ..pipeline.samples.cache.broker import serving
-    from ..pipeline.samples.cache.policies import policy as new_policy
 
     policy = new_policy(options["policy"], capacity)
     with serving(path, policy, page_bytes=page, tell=console.warn) as broker:
@@ -87,8 +87,8 @@ def status(options: Mapping[str, str]) -> int:
     if options["live"] not in ("true", "false"):
         raise ConfigError(f"live={options['live']} does not fit: live takes true or false")
     path = _socket(options)
+    from ..pipeline.data.cache.client import state_of
     from ..pipeline.run import console
-    from ..pipeline.samples.cache.client import state_of
 
     def shown() -> RenderableType:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from ..compression.errors import PenstockError
-from ..pipeline.ranks.launcher import Launched, end
+from ..pipeline.distributed.launcher import Launched, end
 from . import stopping
 
 COMMANDS = {

@@ -17,8 +17,8 @@ from ..pipeline.run.timeline import figure as drawn
 from ..pipeline.schedules.replicated import dealt, step_programs
 from ..pipeline.schedules.simulate import simulate_plan
 from ..stages.files import save_picture
-from ..stages.planner.plan import Plan
-from ..stages.planner.plan_stage import PlanStage
+from ..stages.plan.plan import Plan
+from ..stages.plan.plan_stage import PlanStage
 
 SECONDS = (0.010, 0.020), (0.020, 0.040)  # forward and backward of a micro-batch in each stage
 NUM_PARAMETERS = 1_000_000

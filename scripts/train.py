@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compression.errors import ConfigError, PenstockError
 from ..conf.schema import TrainConfig
-from ..pipeline.ranks.launcher import Launched, local_rank
+from ..pipeline.distributed.launcher import Launched, local_rank
 from . import usage
 from .command import REFUSED
 

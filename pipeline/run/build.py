@@ -25,10 +25,10 @@ from ...stages.autocast import grad_scaler
 from ...stages.device import CPU
 from ...stages.memory.byte_budget import MemoryOptions
 from ...stages.meta_watch import META
-from ..samples.given import samples_of
-from ..samples.samples import Description, Samples
-from ..samples.storage import local_copy
-from ..weights.scale import Scaler
+from ..data.given import samples_of
+from ..data.samples import Description, Samples
+from ..data.storage import local_copy
+from ..optimizer.scale import Scaler
 
 SOURCES = ("load_weights", "init_weights")
 
@@ -84,7 +84,7 @@ FACTS = {
 
 
 def samples(options: Mapping[str, Any], *, batch_size: int | None = None) -> Samples:
-    """Return the data that ``data=`` names, as ``Samples`` or as what people have (``samples/given.py``).
+    """Return the data that ``data=`` names, as ``Samples`` or as what people have (``data/given.py``).
 
     Args:   batch_size: of the run, if there is one.
     Raises: ConfigError: the target is unknown, does not take the options, or returns something else.

@@ -23,7 +23,7 @@ from .tables import KEY, clock, closing_table, packed, totals
 from .tier_rows import tier_table
 
 if TYPE_CHECKING:
-    from ...stages.planner.plan import Plan
+    from ...stages.plan.plan import Plan
     from ..runtime.report import Report
     from .schedule_comparison import Comparison
 

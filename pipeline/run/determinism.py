@@ -13,7 +13,7 @@ import torch
 from ...conf.schema import PlanConfig
 from ...stages.device import Device
 from ...stages.places import device_named
-from ..ranks.launcher import local_rank
+from ..distributed.launcher import local_rank
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 

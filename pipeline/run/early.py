@@ -17,12 +17,12 @@ from ...conf.parts import EVEN, MEASURED, MemoryConfig
 from ...conf.planning import PlanningConfig
 from ...conf.rules import count_or_auto
 from ...conf.schema import PlanConfig, TrainConfig
-from ...stages.planner.plan import Plan, check_tiers
-from ...stages.planner.plan_stage import split_shares
-from ...stages.planner.rules import check_mirror, check_replicas, check_replicated, check_versions
+from ...stages.plan.plan import Plan, check_tiers
+from ...stages.plan.plan_stage import split_shares
+from ...stages.plan.validation import check_mirror, check_replicas, check_replicated, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
-from ..ranks.launcher import Launched, check_ranks
-from ..samples import sources
+from ..data import sources
+from ..distributed.launcher import Launched, check_ranks
 from ..schedules import schedule_named
 from ..schedules.custom import load_program
 from ..schedules.placement import layout, placed, placement, stages_on
@@ -80,6 +80,11 @@ def check_group(group: str, options: Mapping[str, Any], *, name: str | None = No
     """Refuse options of a group that nothing reads, a target in no module, and data in no file."""
     groups.check(group, options, name=name)
     target = options.get("_target_")
+    if str(target).startswith("penstock.pipeline.samples."):
+        raise ConfigError(
+            f"{name or group}._target_ is in a module of another name now, found {target}; write "
+            f"{str(target).replace('.samples.', '.data.', 1)}"
+        )
     if isinstance(target, str) and not _findable(target.partition(".")[0].partition(":")[0]):
         raise ConfigError(
             f"{name or group}._target_={target} cannot be imported (No module named "

@@ -21,7 +21,7 @@ from ..schedules.replicated import predicted_bytes
 from .tier_rows import OF_TIERS, predicted_peaks, tier_rows
 
 if TYPE_CHECKING:
-    from ...stages.planner.plan import Plan
+    from ...stages.plan.plan import Plan
 
 DIRECTIONS = ("forward", "backward")
 SENT = {f"bytes_{kind}_{way}": f"{way}_{kind}" for kind in ("raw", "sent") for way in DIRECTIONS}

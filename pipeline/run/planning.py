@@ -20,23 +20,23 @@ from ...conf.planning import PlanningConfig
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.files import save_json
 from ...stages.memory.disk import DiskOptions, disk_rate
-from ...stages.planner.dependencies import dependencies
-from ...stages.planner.measure import measure
-from ...stages.planner.memory_table import rows, save, table
-from ...stages.planner.network_profile import Profile
-from ...stages.planner.plan import Plan
-from ...stages.planner.rules import STREAM
+from ...stages.plan.plan import Plan
+from ...stages.plan.validation import STREAM
+from ...stages.profiling.dependencies import dependencies
+from ...stages.profiling.measure import measure
+from ...stages.profiling.memory_table import rows, save, table
+from ...stages.profiling.network_profile import Profile
 from ...stages.tracing.capture.call_spec import Example
 from ...stages.tracing.layer_graph import LayerGraph
 from ...stages.tracing.tracer import trace
 from ...stages.units import is_zero, share_of
-from ..planner.choose import bytes_of_share
-from ..planner.partition import partition
-from ..ranks.launcher import threads_per_rank
-from ..samples.samples import Samples
+from ..data.samples import Samples
+from ..distributed.launcher import threads_per_rank
+from ..optimizer.optimizers import state_per_byte
+from ..partition.choose import bytes_of_share
+from ..partition.partition import partition
 from ..schedules.simulate import simulate_spans
 from ..schedules.span import Span
-from ..weights.optimizers import state_per_byte
 from . import build, console, determinism
 from .build import is_bare
 from .determinism import place
@@ -295,7 +295,7 @@ def views(
     state = state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None
     lines, files = [_MEASURED] if config.replicas.shares == MEASURED else [], list[Path]()
     if config.graph:
-        from ...stages.planner.graph_picture import draw  # matplotlib takes a second to import
+        from ...stages.profiling.graph_picture import draw  # matplotlib takes a second to import
 
         found = dependencies(
             graph, profile, optimizer_state=1.0 if state is None else state, old_versions=versions

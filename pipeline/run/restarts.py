@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from ...compression.errors import PenstockError
 from ...conf.schema import AGAIN, TrainConfig
-from ...stages.planner.plan import Plan
-from ..ranks.failure import Lost
+from ...stages.plan.plan import Plan
+from ..distributed.failure import Lost
 from ..schedules.replicated import without
 from . import console
 from .metrics import Metrics

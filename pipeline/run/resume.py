@@ -15,7 +15,7 @@ from ...compression.codec import LOSSY_CODECS
 from ...compression.errors import CheckpointError, ConfigError
 from ...conf.rules import shown
 from ...conf.schema import AGAIN, TrainConfig
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
 from ..checkpoint import Checkpoint
 from ..pipeline import Pipeline
 from .checkpoints import find, newest, resume

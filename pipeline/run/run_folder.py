@@ -20,11 +20,11 @@ from ... import __version__
 from ...compression.errors import ConfigError, PenstockError
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.files import refusing, remove_parts, writing
-from ..ranks.private import private_folder
+from ..distributed.private import private_folder
 from .lock import held
 
 if TYPE_CHECKING:
-    from ...stages.planner.plan import Plan
+    from ...stages.plan.plan import Plan
 
 
 class _File:

@@ -11,13 +11,13 @@ from itertools import pairwise
 from typing import Any
 
 from ...compression.errors import PenstockError, PlanError
-from ...stages.planner.memory_model import copies, exchanges
-from ...stages.planner.network_profile import Profile, sizes_of
-from ...stages.planner.plan import Plan
-from ...stages.planner.plan_stage import counts_of
+from ...stages.plan.memory_model import copies, exchanges
+from ...stages.plan.plan import Plan
+from ...stages.plan.plan_stage import counts_of
+from ...stages.profiling.network_profile import Profile, sizes_of
 from ...stages.units import show_bytes, show_seconds
-from ..planner.costs import with_margin
-from ..planner.partition import partition
+from ..partition.costs import with_margin
+from ..partition.partition import partition
 from ..schedules import SCHEDULES
 from ..schedules.live import Programs, live_micro_batches, live_versions, most_held
 from ..schedules.replicated import endless_programs, filling, step_programs

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...stages.files import reason, refusing
 
 if TYPE_CHECKING:
-    from ...stages.planner.plan import Plan
+    from ...stages.plan.plan import Plan
     from ..pipeline import Pipeline
     from ..runtime.report import Report
 

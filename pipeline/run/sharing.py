@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ...conf.schema import TrainConfig
+from ..data.cached import CachedDataset, CacheReader, cache_reader
+from ..data.given import Collated, Streamed
+from ..data.image_folder import Files
+from ..data.loader import at_hand
+from ..data.reading import Table
+from ..data.reads import reads_of
+from ..data.samples import Samples
 from ..pipeline import Pipeline
-from ..samples.cached import CachedDataset, CacheReader, cache_reader
-from ..samples.given import Collated, Streamed
-from ..samples.image_folder import Files
-from ..samples.loader import at_hand
-from ..samples.reading import Table
-from ..samples.reads import reads_of
-from ..samples.samples import Samples
 
 
 def check(config: TrainConfig, samples: Samples) -> None:

@@ -11,8 +11,8 @@ from ...stages.memory.byte_budget import NAMES
 from ...stages.units import show_bytes
 
 if TYPE_CHECKING:
-    from ...stages.planner.plan import Plan
-    from ...stages.planner.plan_stage import PlanStage
+    from ...stages.plan.plan import Plan
+    from ...stages.plan.plan_stage import PlanStage
     from ..runtime.report import Report, StageReport
 
 OF_TIERS = tuple(f"{tier}_tier" for tier in NAMES)

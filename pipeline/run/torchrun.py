@@ -18,9 +18,9 @@ from typing import Any
 
 from ...compression.errors import ConfigError, Disagreement
 from ...conf.schema import AGAIN, TrainConfig
-from ...stages.planner.plan import Plan
-from ..ranks.launcher import init
-from ..ranks.process_group import World
+from ...stages.plan.plan import Plan
+from ..distributed.launcher import init
+from ..distributed.process_group import World
 from ..runtime.agreement import Agreement
 from ..runtime.fingerprints import Fact
 from .resume import flat

@@ -25,15 +25,15 @@ from torch import nn
 from ...compression.errors import PenstockError, PlanError, ScheduleError
 from ...conf.parts import MEASURED
 from ...conf.schema import TrainConfig
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
 from ...stages.seeds import TURN
+from ..data.samples import Samples
+from ..distributed.failure import leave
+from ..distributed.launcher import init, run_rank, start_ranks
+from ..distributed.process_group import World, thread_of
+from ..distributed.processes import StartProcess, start_process
+from ..distributed.threads import start_threads
 from ..pipeline import Pipeline
-from ..ranks.failure import leave
-from ..ranks.launcher import init, run_rank, start_ranks
-from ..ranks.process_group import World, thread_of
-from ..ranks.processes import StartProcess, start_process
-from ..ranks.threads import start_threads
-from ..samples.samples import Samples
 from . import build, console, early, sharing, torchrun
 from .build import is_bare, sources
 from .determinism import place

@@ -16,17 +16,17 @@ from torch import Tensor
 from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
 from ...stages.files import save_json
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
 from ...stages.tracing.layers import casting
+from ..data.loader import Loader, WarmUp, workers_of
+from ..data.reading import Needs, PartTable, Place, Reading
+from ..data.samples import Samples
+from ..data.storage import check_shared
+from ..distributed.launcher import cores, local_ranks
+from ..distributed.process_group import hearing
+from ..distributed.signals import Stopped
 from ..pipeline import Pipeline
-from ..ranks.launcher import cores, local_ranks
-from ..ranks.process_group import hearing
-from ..ranks.signals import Stopped
 from ..runtime.report import Report
-from ..samples.loader import Loader, WarmUp, workers_of
-from ..samples.reading import Needs, PartTable, Place, Reading
-from ..samples.samples import Samples
-from ..samples.storage import check_shared
 from . import build, console
 from .checkpoints import Checkpoints
 from .loggers import Loggers

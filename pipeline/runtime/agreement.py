@@ -16,8 +16,8 @@ from itertools import zip_longest
 from typing import Any
 
 from ...compression.errors import Disagreement, PenstockError, PlanError, TransportError
-from ...stages.planner.plan import Plan
-from ..ranks.process_group import World
+from ...stages.plan.plan import Plan
+from ..distributed.process_group import World
 from .fingerprints import Fact, of_process
 
 EVERY = 100  # batches between two that are compared

@@ -18,14 +18,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...compression.errors import PlanError
 from ...stages.memory.byte_budget import MemoryOptions
 from ...stages.memory.disk import DiskOptions
-from ...stages.planner.plan import Plan
-from ...stages.planner.rules import STREAM
+from ...stages.plan.plan import Plan
+from ...stages.plan.validation import STREAM
 from ...stages.stage.value_routing import Route
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.tracer import LayerGraph, fingerprint
-from ..ranks.process_group import World, check_own
-from ..weights.scale import Scaler, scale_of
-from ..weights.update import SCOPES, Named
+from ..distributed.process_group import World, check_own
+from ..optimizer.scale import Scaler, scale_of
+from ..optimizer.update import SCOPES, Named
 
 
 def check_gradients() -> None:

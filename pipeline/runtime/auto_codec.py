@@ -16,8 +16,8 @@ from ...compression.codec import encode
 from ...compression.codec_cost import Cost, candidates, sample, trial
 from ...compression.names import AUTO, check_name
 from ...compression.zero_value import has_bitmap
-from ..ranks.process_group import World
-from ..ranks.transport import measured_rates
+from ..distributed.process_group import World
+from ..distributed.transport import measured_rates
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Flow, Message, StepMessages
 from ..schedules.simulate import step_seconds

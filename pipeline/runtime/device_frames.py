@@ -22,8 +22,8 @@ from ...compression.errors import CodecError, StageError
 from ...compression.frame import Header, Promise, header_bytes, read_header
 from ...stages.device import Device
 from ...stages.stage.stage import Stage
-from ..ranks.gpu_transport import DeviceFrame, DevicePool
-from ..ranks.transport import Transport
+from ..distributed.gpu_transport import DeviceFrame, DevicePool
+from ..distributed.transport import Transport
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Message
 from .auto_codec import Policy

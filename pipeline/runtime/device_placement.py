@@ -16,11 +16,11 @@ from ...compression.errors import ConfigError, PlanError
 from ...compression.names import GPU
 from ...stages.device import Device, device_of, is_gpu, memory_on
 from ...stages.places import device_given, device_named, home_of
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
 from ...stages.tracing.layers import parts_of
 from ...stages.units import show_bytes
-from ..ranks.launcher import local_rank
-from ..ranks.process_group import World, thread_of
+from ..distributed.launcher import local_rank
+from ..distributed.process_group import World, thread_of
 from .agreement import Agreement
 from .ownership import Ownership
 from .step_planner import Steps

@@ -20,9 +20,9 @@ from ...stages.memory.prefetch import MemoryThread, Pass
 from ...stages.seeds import layer_seed
 from ...stages.stage.stage import Stage
 from ...stages.tracing.guards import ModelGuards
-from ..ranks.transport import Transport
+from ..distributed.transport import Transport
+from ..optimizer.update import Update
 from ..schedules.instruction import Instruction, Op
-from ..weights.update import Update
 from .auto_codec import Policy
 from .batches import Loss, MicroBatch, check_loss_uses_outputs_only, mean_loss
 from .device_frames import frames_of

@@ -8,7 +8,7 @@ import torch
 
 from ...compression.errors import PenstockError, StageError, TransportError
 from ...stages.stage.stage import Stage
-from ..ranks.transport import Transport
+from ..distributed.transport import Transport
 from ..schedules.instruction import Instruction, Op
 from .step_planner import Step
 

@@ -26,7 +26,7 @@ from ...stages.device import CPU, KINDS
 from ...stages.split_inputs import Column
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.tracer import LayerGraph
-from ..weights.update import Named
+from ..optimizer.update import Named
 
 BUILD = "install the same build on every rank"
 TORCH = "set it alike on every rank, before the Pipeline is made"

@@ -19,7 +19,7 @@ from ...compression.frame import Promise
 from ...compression.geometry import geometry
 from ...compression.names import HOST
 from ...stages.tracing.dataflow import NUMBERS
-from ..ranks.transport import Transport
+from ..distributed.transport import Transport
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Message
 from .auto_codec import MASKED, Policy

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..ranks.process_group import World
+from ..distributed.process_group import World
 from ..schedules.messages import Flow
 from ..schedules.span import Span
 from .auto_codec import Policy

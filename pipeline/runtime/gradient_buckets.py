@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ...compression.errors import StageError, TransportError
-from ..ranks.replica_group import ReplicaGroup
-from ..weights.flat import FlatGradients, Slice
+from ..distributed.replica_group import ReplicaGroup
+from ..optimizer.flat import FlatGradients, Slice
 
 
 class Slices:

@@ -12,8 +12,8 @@ import abc
 from collections.abc import Mapping, Sequence
 
 from ...compression.errors import PlanError
-from ...stages.planner.plan import Plan
-from ...stages.planner.plan_stage import counts_of
+from ...stages.plan.plan import Plan
+from ...stages.plan.plan_stage import counts_of
 
 Shares = Sequence[Sequence[int]]  # of every stage
 

@@ -20,17 +20,17 @@ from ...stages.memory.parameter_offload import Mirror
 from ...stages.memory.prefetch import MemoryThread
 from ...stages.memory.readers import but_staying, directly_read, readers_of, sharing
 from ...stages.memory.stores import UNLIMITED, StoreOptions, open_store
-from ...stages.planner.measure import owned_parameters
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
+from ...stages.profiling.measure import owned_parameters
 from ...stages.stage.nan_check import Guard
 from ...stages.stage.stage import Stage
 from ...stages.tracing.aliases import shared_memory_reason
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.tracer import LayerGraph
-from ...stages.weights.stashing import versions_of
-from ..ranks.process_group import World
-from ..weights.flat import owners_of
-from ..weights.optimizers import Named
+from ...stages.weight_versions.stashing import versions_of
+from ..distributed.process_group import World
+from ..optimizer.flat import owners_of
+from ..optimizer.optimizers import Named
 from .step_planner import Steps
 
 WAITING_SHARE = 16  # of the memory of a rank, one part may wait to be written

@@ -19,8 +19,8 @@ from ...compression.buffers import Pool
 from ...stages.device import Device, is_gpu
 from ...stages.memory.byte_budget import Tiers
 from ...stages.memory.parameter_offload import Mirror
-from ...stages.planner.memory_model import copies
-from ...stages.planner.plan import Plan
+from ...stages.plan.memory_model import copies
+from ...stages.plan.plan import Plan
 from ..schedules.span import Span
 from .report import StageReport
 

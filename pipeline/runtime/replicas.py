@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from ...compression.errors import Disagreement, PlanError, StageError
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
 from ...stages.stage.stage import Stage
 from ...stages.tracing.layers import is_local
 from ...stages.tracing.tracer import LayerGraph
-from ..ranks.process_group import World
-from ..ranks.replica_group import ReplicaGroup
+from ..distributed.process_group import World
+from ..distributed.replica_group import ReplicaGroup
+from ..optimizer.clip import DTYPES
+from ..optimizer.flat import FlatGradients
 from ..schedules.instruction import Op
-from ..weights.clip import DTYPES
-from ..weights.flat import FlatGradients
 from .gradient_buckets import Slices
 from .ownership import Ownership
 from .running_statistics import BUFFERS, RunningStatistics, batch_norms, inside, norms_of

@@ -10,7 +10,7 @@ from ...compression.names import show_codec
 from ...stages.units import show_bytes
 
 if TYPE_CHECKING:
-    from ...stages.planner.plan import Plan
+    from ...stages.plan.plan import Plan
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

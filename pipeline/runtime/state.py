@@ -12,13 +12,13 @@ from torch import nn
 
 from ...compression.codec import decode, encode
 from ...compression.errors import PlanError
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
 from ...stages.stage.stage import Stage
 from ...stages.tracing.layers import is_local
 from ...stages.tracing.tracer import LayerGraph
-from ..ranks.process_group import World
-from ..weights.state_checks import check_keys, check_model, check_names, check_parts, is_plain, kind_of
-from ..weights.update import Has, Update
+from ..distributed.process_group import World
+from ..optimizer.state_checks import check_keys, check_model, check_names, check_parts, is_plain, kind_of
+from ..optimizer.update import Has, Update
 from .arguments import check_versions_of
 from .ownership import Ownership
 

@@ -11,14 +11,14 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ...compression.frame import written_by
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
 from ...stages.stage.value_routing import Route, edges, follow, routes, stage_of_layers
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.guards import ModelGuards
 from ...stages.tracing.layers import Layer, Traced
 from ...stages.tracing.shape_inference import Shapes
 from ...stages.tracing.tracer import LayerGraph
-from ..ranks.process_group import World
+from ..distributed.process_group import World
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import StepMessages, micro_batch_messages, step_messages
 from ..schedules.replicated import as_one, schedule_of

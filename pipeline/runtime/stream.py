@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...compression.errors import PlanError
-from ...stages.planner.plan import Plan
-from ...stages.planner.rules import STREAM
+from ...stages.plan.plan import Plan
+from ...stages.plan.validation import STREAM
 from ...stages.stage.value_routing import Route
 from ...stages.tracing.dataflow import Probe
 from ..schedules.async_1f1b import StreamState, between

@@ -1,7 +1,7 @@
 """Asynchronous 1F1B: every micro-batch is an update of its own, and nothing is ever flushed.
 
 Once the pipeline is full no rank waits; the price is that a gradient meets weights that have moved on, unless
-their versions are kept (stages/weights/policies.py). The order is that of a clock, so it goes on over
+their versions are kept (stages/weight_versions/policies.py). The order is that of a clock, so it goes on over
 ends of batches.
 
 Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ...stages.weights.policies import rule_named
+from ...stages.weight_versions.policies import rule_named
 from .instruction import Instruction, Op
 
 Programs = Sequence[Sequence[Instruction]]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...compression.errors import ScheduleError
-from ...stages.weights.policies import rule_named
+from ...stages.weight_versions.policies import rule_named
 from .instruction import Instruction, Op
 
 BACKWARD = (Op.B, Op.I, Op.W)  # these walk the layers of their stage from the last to the first

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from ...compression.errors import ScheduleError
-from ...stages.planner.plan import Plan
-from ...stages.planner.plan_stage import place_of
-from ...stages.weights.policies import STREAM
+from ...stages.plan.plan import Plan
+from ...stages.plan.plan_stage import place_of
+from ...stages.weight_versions.policies import STREAM
 from . import Schedule, schedule_named
 from .async_1f1b import StreamState, between
 from .instruction import Instruction

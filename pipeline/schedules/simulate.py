@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...compression.errors import ScheduleError
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
 from .instruction import Instruction, Op, parse
 from .live import Programs
 from .messages import Message, StepMessages

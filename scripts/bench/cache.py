@@ -41,12 +41,12 @@ from harness import Options, Results, alternate, medians, say, spread
 from torch.utils.data import DataLoader, Dataset
 
 from penstock.compression.errors import TransportError
-from penstock.pipeline.samples.cache.client import Client
-from penstock.pipeline.samples.cache.pages import PAGE_BYTES, pages_of
-from penstock.pipeline.samples.cache.policies import POLICIES, Lru
-from penstock.pipeline.samples.cache.policy import Policy
-from penstock.pipeline.samples.cache.wire import Hello
-from penstock.pipeline.samples.cached import Cached, cached
+from penstock.pipeline.data.cache.client import Client
+from penstock.pipeline.data.cache.pages import PAGE_BYTES, pages_of
+from penstock.pipeline.data.cache.policies import POLICIES, Lru
+from penstock.pipeline.data.cache.policy import Policy
+from penstock.pipeline.data.cache.wire import Hello
+from penstock.pipeline.data.cached import Cached, cached
 from penstock.stages.units import parse_bytes
 
 NONE = "none"

@@ -26,8 +26,8 @@ from penstock.compression.names import lossless
 from penstock.conf.parts import CheckpointConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.checkpoint import Checkpoint
-from penstock.pipeline.ranks.launcher import init
-from penstock.pipeline.ranks.signals import Stopped
+from penstock.pipeline.distributed.launcher import init
+from penstock.pipeline.distributed.signals import Stopped
 from penstock.pipeline.run import console
 from penstock.pipeline.run.checkpoints import Checkpoints
 from penstock.pipeline.run.planning import decide, model_name

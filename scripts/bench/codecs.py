@@ -206,7 +206,7 @@ def _integers(asked: Options, config: TrainConfig) -> Iterator[Subject]:
     """Indices of a max-pool, tokens and labels, as torch makes them: int64."""
     wide, labels = _convolved(config)
     yield Subject("max-pool indices", F.max_pool2d(F.relu(wide), 2, return_indices=True)[1])
-    text = build.samples({"_target_": "penstock.pipeline.samples.text.load"})
+    text = build.samples({"_target_": "penstock.pipeline.data.text.load"})
     yield Subject("tokens", next(text.batches("train", batch_size=512, seed=config.seed))[0])
     yield Subject("labels", labels)
 
@@ -221,7 +221,7 @@ def _masks(asked: Options, config: TrainConfig) -> Iterator[Subject]:
 
 def _convolved(config: TrainConfig) -> tuple[Tensor, Tensor]:
     """Output of a convolution on a batch of images, and their labels."""
-    samples = build.samples({"_target_": "penstock.pipeline.samples.digits.load"})
+    samples = build.samples({"_target_": "penstock.pipeline.data.digits.load"})
     images, labels = next(samples.batches("train", batch_size=64, seed=config.seed))
     source = torch.Generator().manual_seed(config.seed)
     return F.conv2d(images, torch.randn(32, images.size(1), 3, 3, generator=source)), labels

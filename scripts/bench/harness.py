@@ -26,7 +26,7 @@ from torch import nn
 
 from penstock.compression.errors import ConfigError, PenstockError, TransportError
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline.ranks.launcher import run_rank, start_ranks
+from penstock.pipeline.distributed.launcher import run_rank, start_ranks
 from penstock.pipeline.run import build, console, early
 from penstock.pipeline.run.planning import prepare, training_batches
 from penstock.pipeline.run.run_folder import RunFolder
@@ -34,7 +34,7 @@ from penstock.scripts import overrides
 from penstock.scripts.application import checked
 from penstock.scripts.circumstances import circumstances
 from penstock.stages.files import save_json
-from penstock.stages.planner.plan import Plan
+from penstock.stages.plan.plan import Plan
 
 Key = TypeVar("Key")
 Result = TypeVar("Result")

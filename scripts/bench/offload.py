@@ -34,16 +34,16 @@ from harness import Job, Options, Results, Row, alternate, ratio_of_pairs, say
 from torch import nn
 
 from penstock.compression.errors import ConfigError, TransportError
+from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.planner.partition import partition
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.runtime.process_memory import ResidentMemory
 from penstock.stages.files import reason, save_json
 from penstock.stages.memory.disk import Disk, DiskOptions, timed
-from penstock.stages.planner.measure import measure
-from penstock.stages.planner.plan import Plan
+from penstock.stages.plan.plan import Plan
+from penstock.stages.profiling.measure import measure
 from penstock.stages.tracing.tracer import trace
 from penstock.stages.units import parse_bytes, show_bytes
 

@@ -28,10 +28,10 @@ from torch_pipelines import CLASSES, TorchPipeline, stages_of
 from penstock.compression.errors import ConfigError, TransportError
 from penstock.compression.names import AUTO, check_name
 from penstock.conf.schema import TrainConfig
+from penstock.pipeline.distributed.launcher import init
+from penstock.pipeline.distributed.process_group import World
+from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.planner.partition import partition
-from penstock.pipeline.ranks.launcher import init
-from penstock.pipeline.ranks.process_group import World
 from penstock.pipeline.run.metrics import DIRECTIONS, Totals, ratio
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
@@ -40,8 +40,8 @@ from penstock.pipeline.schedules.instruction import Instruction
 from penstock.pipeline.schedules.messages import Message, StepMessages
 from penstock.pipeline.schedules.simulate import durations, simulate
 from penstock.pipeline.schedules.span import Span
-from penstock.stages.planner.measure import measure
-from penstock.stages.planner.plan import Plan
+from penstock.stages.plan.plan import Plan
+from penstock.stages.profiling.measure import measure
 from penstock.stages.tracing.tracer import trace
 from penstock.stages.units import show_bytes, show_rate
 

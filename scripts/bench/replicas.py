@@ -20,10 +20,10 @@ import torch.distributed as dist
 from harness import Job, Options, Results, alternate, ratio_of_pairs, spread
 
 from penstock.compression.errors import ConfigError
+from penstock.pipeline.distributed.launcher import init
+from penstock.pipeline.distributed.process_group import World
+from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.planner.partition import partition
-from penstock.pipeline.ranks.launcher import init
-from penstock.pipeline.ranks.process_group import World
 from penstock.pipeline.run.metrics import DIRECTIONS
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
@@ -32,7 +32,7 @@ from penstock.pipeline.schedules.instruction import Instruction, Op
 from penstock.pipeline.schedules.replicated import step_programs
 from penstock.pipeline.schedules.simulate import durations, simulate, simulate_plan
 from penstock.pipeline.schedules.span import Span
-from penstock.stages.planner.plan import Plan
+from penstock.stages.plan.plan import Plan
 from penstock.stages.units import show_bytes
 
 ALONE, EVEN, EXACT, WEIGHTED = "one rank", "[2]", "[2] exact", "[2] by speed"

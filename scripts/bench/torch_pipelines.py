@@ -13,9 +13,9 @@ from torch.distributed import pipelining
 from torch.fx.node import map_arg
 
 from penstock.compression.errors import PlanError
-from penstock.pipeline.ranks.process_group import World
+from penstock.pipeline.distributed.process_group import World
 from penstock.stages.device import CPU
-from penstock.stages.planner.plan import Plan
+from penstock.stages.plan.plan import Plan
 
 CLASSES = {
     "gpipe": "ScheduleGPipe",

@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PenstockError
+from ...pipeline.partition.partition import partition
 from ...pipeline.pipeline import Pipeline
-from ...pipeline.planner.partition import partition
 from ...stages.device import CPU
-from ...stages.planner.measure import measure
-from ...stages.planner.network_profile import Profile
-from ...stages.planner.plan import Plan
+from ...stages.plan.plan import Plan
+from ...stages.profiling.measure import measure
+from ...stages.profiling.network_profile import Profile
 from ...stages.tracing.tracer import LayerGraph, trace
 from ...stages.tracing.verify import same_bits
 from .eager import drawing_calls, plain_step

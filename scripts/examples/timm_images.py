@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import penstock
-from penstock.pipeline.samples import digits
+from penstock.pipeline.data import digits
 
 BATCH, MICRO_BATCHES = 64, 8
 

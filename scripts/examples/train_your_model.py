@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 import penstock
-from penstock.pipeline.samples import digits
+from penstock.pipeline.data import digits
 
 
 def main(epochs: int = 1, file: str = "model.safetensors") -> None:

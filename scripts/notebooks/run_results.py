@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.compression.errors import ConfigError
 from penstock.pipeline.run.metrics import DIRECTIONS, read_lines
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.stages.planner.plan import Plan
+from penstock.stages.plan.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,7 +26,7 @@ from ..memory.saved_tensor_hooks import ParameterFilter
 from ..memory.stores import Store
 from ..tracing.dataflow import Value
 from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, run_output
-from ..weights.versions import WeightVersions
+from ..weight_versions.versions import WeightVersions
 from .boundary import Receive
 from .nan_check import Guard, Watch
 from .reuse import Reuse

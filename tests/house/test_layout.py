@@ -20,8 +20,8 @@ LOW = (
     "stages.record", "stages.seeds", "stages.split_inputs", "stages.tensor_file", "stages.units",
     "stages.work", "stages.worker",
 )  # fmt: skip
-STAGE = ("stages.tracing", "stages.memory", "stages.weights", "stages.stage")
-PIPELINE = tuple(f"pipeline.{room}" for room in ("schedules", "ranks", "weights", "runtime", "samples"))
+STAGE = ("stages.tracing", "stages.memory", "stages.weight_versions", "stages.stage")
+PIPELINE = tuple(f"pipeline.{room}" for room in ("schedules", "distributed", "optimizer", "runtime", "data"))
 TOPS = ("compression", "stages", "pipeline", "scripts", "conf")
 # What a room may import of the package, beside itself and the version.
 MAY_IMPORT = {
@@ -29,17 +29,18 @@ MAY_IMPORT = {
     "stages": LOW,
     "stages.tracing": LOW,
     "stages.memory": (*LOW, "stages.tracing"),
-    "stages.weights": (*LOW, "stages.memory"),
+    "stages.weight_versions": (*LOW, "stages.memory"),
     "stages.stage": (*LOW, *STAGE),
-    "stages.planner": (*LOW, *STAGE),
-    "pipeline.schedules": (*LOW, *STAGE, "stages.planner"),
-    "pipeline.ranks": (*LOW, "pipeline.schedules"),
-    "pipeline.weights": (*LOW, *STAGE, "pipeline.ranks"),
+    "stages.plan": (*LOW, *STAGE),
+    "stages.profiling": (*LOW, *STAGE, "stages.plan"),
+    "pipeline.schedules": (*LOW, *STAGE, "stages.plan", "stages.profiling"),
+    "pipeline.distributed": (*LOW, "pipeline.schedules"),
+    "pipeline.optimizer": (*LOW, *STAGE, "pipeline.distributed"),
     "pipeline.runtime": ("compression", "stages", *PIPELINE[:3]),
-    "pipeline.samples": LOW,
-    "pipeline.samples.cache": LOW,
-    "pipeline.planner": ("compression", "stages", "pipeline.schedules"),
-    "pipeline": ("compression", "stages", *PIPELINE, "pipeline.planner", "pipeline.pipeline"),
+    "pipeline.data": LOW,
+    "pipeline.data.cache": LOW,
+    "pipeline.partition": ("compression", "stages", "pipeline.schedules"),
+    "pipeline": ("compression", "stages", *PIPELINE, "pipeline.partition", "pipeline.pipeline"),
     "pipeline.run": ("compression", "stages", "pipeline", "conf"),
     "scripts": ("compression", "stages", "pipeline", "conf"),
     "conf": ("compression.errors", "compression.names"),
@@ -176,7 +177,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     copy = copy_to(tmp_path / "copy")
     # What a person may have lying about: none of it may enter.
     (copy / "runs").mkdir()
-    for name in ("runs/model.py", "runs/config.yaml", "conf/notes.txt", "pipeline/samples/data.npz"):
+    for name in ("runs/model.py", "runs/config.yaml", "conf/notes.txt", "pipeline/data/data.npz"):
         (copy / name).write_text("")
     run(
         *("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"),
@@ -189,7 +190,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     data = {
         Path("py.typed"),
         Path("scripts/coverage/networks.yaml"),
-        *(Path("pipeline/samples") / name for name in ("digits.npz", "digits.txt")),
+        *(Path("pipeline/data") / name for name in ("digits.npz", "digits.txt")),
     }
     wanted = {
         f"penstock/{file}"

@@ -21,7 +21,7 @@ from penstock.conf.planning import PlanningConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import application, command, flags, overrides
-from penstock.stages.weights.policies import POLICIES
+from penstock.stages.weight_versions.policies import POLICIES
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +44,7 @@ CACHE = "cache "  # takes no flags: test_cache_command.py runs all of it
 SHORT = "epochs=1 max_steps=1 hydra.run.dir=run"
 PACKAGE = """
 import torch
-from penstock.pipeline.samples import digits
+from penstock.pipeline.data import digits
 
 class MyNet(torch.nn.Sequential):
     def __init__(self):

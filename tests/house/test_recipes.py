@@ -26,19 +26,19 @@ from zoo import ZOO
 from penstock.compression import names
 from penstock.compression.codec import CODECS, decode, encode
 from penstock.compression.codec_cost import candidates, trial
-from penstock.pipeline.samples import digits
+from penstock.pipeline.data import digits
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import command
 from penstock.stages.memory.stores import STORES
-from penstock.stages.planner import plan
-from penstock.stages.weights.policies import POLICIES
+from penstock.stages.plan import plan
+from penstock.stages.weight_versions.policies import POLICIES
 
 RECIPES = {  # of what: the files to write or to edit, the table's own among them
     "codec": {"compression/NAME.py", "compression/registry.py", "compression/names.py"},
     "schedule": {"pipeline/schedules/NAME.py", "pipeline/schedules/__init__.py"},
-    "policy of the weights": {"stages/weights/policies.py"},
+    "policy of the weights": {"stages/weight_versions/policies.py"},
     "model": {"pipeline/models.py", "conf/model/NAME.yaml"},
-    "tier": {"stages/memory/NAME.py", "stages/planner/plan.py"},
+    "tier": {"stages/memory/NAME.py", "stages/plan/plan.py"},
 }
 
 
@@ -164,7 +164,7 @@ def test_a_schedule_that_was_added_trains_with_the_bits_of_the_plain_loop(toy, m
 
 
 POLICY = """
-from penstock.stages.weights.policies import VersionRule
+from penstock.stages.weight_versions.policies import VersionRule
 
 BEHIND = VersionRule(delay=lambda stage, stages: stages - stage)
 """

@@ -87,8 +87,8 @@ def test_parts_of_a_shard_without_one_are_refused(suite):
     [
         ("compression/narrow.py", "compression/test_narrow.py", "house/test_sampling.py"),
         (
-            "pipeline/samples/cache/core.py",
-            "pipeline/samples/cache/test_cache_core.py",
+            "pipeline/data/cache/core.py",
+            "pipeline/data/cache/test_cache_core.py",
             "compression/test_frame.py",
         ),
         ("tests/support/zoo.py", "laws/test_product.py", "compression/test_frame.py"),

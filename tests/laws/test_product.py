@@ -26,8 +26,8 @@ from streams import StreamCase
 from traps import TRAPS
 
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.stages.planner.plan import TIERS
-from penstock.stages.weights.policies import POLICIES
+from penstock.stages.plan.plan import TIERS
+from penstock.stages.weight_versions.policies import POLICIES
 
 RANDOM = {"synchronous": 1000, "asynchronous": 300}
 LAID_OUT = {"model": (*FACTORS["model"], "residual_channels_last")}

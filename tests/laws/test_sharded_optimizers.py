@@ -10,7 +10,7 @@ from torch.nn.functional import linear, mse_loss
 from zoo import build
 
 import penstock
-from penstock.pipeline.weights.flat import owners_of
+from penstock.pipeline.optimizer.flat import owners_of
 
 
 def both(case, plan_path):

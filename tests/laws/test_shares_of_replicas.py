@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
-from penstock.stages.planner.plan_stage import counts_of
+from penstock.stages.plan.plan_stage import counts_of
 
 ROWS, STEPS, SLOW_FROM = 24, 14, 4
 

@@ -10,9 +10,9 @@ from reference import same_bits
 from zoo import build
 
 import penstock
+from penstock.pipeline.optimizer.flat import FlatGradients
 from penstock.pipeline.runtime.gradient_buckets import Slices
 from penstock.pipeline.runtime.replicas import check_replicated
-from penstock.pipeline.weights.flat import FlatGradients
 
 CASES = [
     Case(model="mlp", cuts=1, replicas=2, codec="raw"),

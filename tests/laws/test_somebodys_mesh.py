@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zoo import build
 
 import penstock
-from penstock.pipeline.ranks.process_group import World
+from penstock.pipeline.distributed.process_group import World
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "replicas.md"
 CASE = Case(model="mlp", cuts=2, micro_batches=3, steps=4)

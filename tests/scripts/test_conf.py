@@ -21,14 +21,14 @@ from penstock.conf.groups import OF_THE_RUN
 from penstock.conf.parts import CheckpointConfig, ClipConfig, MemoryConfig, ReplicasConfig
 from penstock.conf.planning import PlanningConfig
 from penstock.conf.schema import PlanConfig, TrainConfig
+from penstock.pipeline.data.samples import Description
 from penstock.pipeline.run import build, early
-from penstock.pipeline.samples.samples import Description
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.placement import layout
 from penstock.scripts import flags, usage
 
 CONF = Path(str(resources.files("penstock.conf")))
-SAMPLES, SGD = "penstock.pipeline.samples", "torch.optim.SGD"
+SAMPLES, SGD = "penstock.pipeline.data", "torch.optim.SGD"
 ONE_CYCLE = "torch.optim.lr_scheduler.OneCycleLR"
 GROUPS = ("model", "data", "optimizer", "scheduler")
 
@@ -109,6 +109,10 @@ EARLY = [
     ({"scheduler": {"gamma": 3}}, "scheduler.gamma=3 has no target that takes it"),
     ({"model": {"drop_last": True}}, "there is no option model.drop_last"),
     ({"model": {"_target_": "nowhere.Net"}}, "nowhere.Net cannot be imported"),
+    (
+        {"data": {"_target_": "penstock.pipeline.samples.fake.load"}},
+        "another name now, found penstock.pipeline.samples.fake.load; write penstock.pipeline.data.fake.load",
+    ),
     ({"optimizer": {"_target_": SGD, "lr": "abc"}}, "optimizer.lr takes a number, not abc"),
     ({"optimizer": {"_target_": SGD, "lr": None}}, "optimizer.lr takes a number, not null"),
     ({"optimizer": {"_target_": SGD, "nesterov": "perhaps"}}, "optimizer.nesterov takes true or false"),

@@ -8,9 +8,9 @@ from typing import Any
 
 from small_policies import watched_lru
 
-from penstock.pipeline.samples.cache.broker import serving
-from penstock.pipeline.samples.cache.client import Client, state_of
-from penstock.pipeline.samples.cache.wire import Hello
+from penstock.pipeline.data.cache.broker import serving
+from penstock.pipeline.data.cache.client import Client, state_of
+from penstock.pipeline.data.cache.wire import Hello
 
 PAGE = 4096
 SOON = 3.0  # a second, on a machine that has other things to do

@@ -15,8 +15,8 @@ from torch.optim import lr_scheduler
 from zoo import DAGS, build, cross_entropy
 
 import penstock
-from penstock.pipeline.planner.choose import TooSmall
-from penstock.pipeline.ranks.process_group import World
+from penstock.pipeline.distributed.process_group import World
+from penstock.pipeline.partition.choose import TooSmall
 from penstock.stages.memory.byte_budget import MemoryOptions
 
 OPTIMIZERS = {

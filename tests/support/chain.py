@@ -5,8 +5,8 @@ The order is the contract's, in half ticks: F of m on stage s of S at 2m + s, B 
 import torch
 from torch import nn
 
-from penstock.stages.weights.policies import policy_named
-from penstock.stages.weights.stashing import versions_of
+from penstock.stages.weight_versions.policies import policy_named
+from penstock.stages.weight_versions.stashing import versions_of
 
 NUM_STAGES, MICRO_BATCHES, BATCHES = 4, 4, 4
 ASYNCHRONOUS = [  # policy and prediction

@@ -23,7 +23,7 @@ DEADLY = (
 OWN = """
 import torch
 
-from penstock.pipeline.samples import Description, Samples
+from penstock.pipeline.data import Description, Samples
 
 
 def samples(rows=60, nans=False):

@@ -23,7 +23,7 @@ from collections import Counter
 import torch
 
 from penstock.pipeline.runtime.engine import Engine
-from penstock.pipeline.samples import Description, Samples
+from penstock.pipeline.data import Description, Samples
 
 counts, running = Counter(), []
 

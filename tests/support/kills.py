@@ -25,7 +25,7 @@ LIMIT = 180.0  # seconds for a run
 
 OWN = """
 import torch
-from penstock.pipeline.samples import Description, Samples
+from penstock.pipeline.data import Description, Samples
 
 
 def samples():

@@ -22,7 +22,7 @@ import torch
 
 from penstock.compression.codec import decode, pack_into
 from penstock.compression.frame import header_bytes, read_header, write_header
-from penstock.pipeline.ranks import gpu_transport
+from penstock.pipeline.distributed import gpu_transport
 from penstock.stages.device import Device
 from penstock.stages.work import Stream, Work
 from penstock.stages.worker import Worker

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zoo import build
 
 import penstock
-from penstock.pipeline.ranks import gpu_transport
-from penstock.pipeline.ranks.gpu_transport import Direct
+from penstock.pipeline.distributed import gpu_transport
+from penstock.pipeline.distributed.gpu_transport import Direct
 from penstock.pipeline.runtime import ownership
 from penstock.stages.memory.activations import SavedActivations
 from penstock.stages.stage import stage

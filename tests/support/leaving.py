@@ -13,7 +13,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from penstock.pipeline.ranks.process_group import init_group
+from penstock.pipeline.distributed.process_group import init_group
 
 RANKS = 2
 

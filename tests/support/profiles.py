@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 import penstock
-from penstock.stages.planner.network_profile import LayerProfile, Profile, ValueProfile
+from penstock.stages.profiling.network_profile import LayerProfile, Profile, ValueProfile
 
 MS = 1e-3
 

@@ -161,7 +161,7 @@ def _serve(pipe):
     import torch
     import torch.distributed as dist
 
-    from penstock.pipeline.ranks.process_group import init_group
+    from penstock.pipeline.distributed.process_group import init_group
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

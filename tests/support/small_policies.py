@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.pipeline.samples.cache.policies import Lru
-from penstock.pipeline.samples.cache.policy import Decision, Entry, Job, Policy, Times
+from penstock.pipeline.data.cache.policies import Lru
+from penstock.pipeline.data.cache.policy import Decision, Entry, Job, Policy, Times
 
 ALONE = Times(epoch=10.0, batch_io=2.0, sample_io=1.0, augmentation=0.0, training=1.0, hidden=0.0)
 

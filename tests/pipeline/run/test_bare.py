@@ -12,8 +12,8 @@ from valueless import plan_of, rank_writes, saved
 from zoo import build
 
 from penstock.pipeline import models
+from penstock.pipeline.data import digits
 from penstock.pipeline.run.build import parameters_on_meta
-from penstock.pipeline.samples import digits
 
 JOB = f"{SMALL} batch_size=50 micro_batches=3 max_steps=3 cuts=[_2] codec=raw"
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import penstock
 from penstock.conf.schema import TrainConfig
+from penstock.pipeline.data.digits import load
 from penstock.pipeline.run.training_loop import Course, course, loader
-from penstock.pipeline.samples.digits import load
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(1, 25))

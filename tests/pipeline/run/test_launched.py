@@ -19,8 +19,8 @@ from processes import free_port
 
 import penstock
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline.ranks.launcher import fresh
-from penstock.pipeline.ranks.process_group import Notices
+from penstock.pipeline.distributed.launcher import fresh
+from penstock.pipeline.distributed.process_group import Notices
 from penstock.pipeline.run import torchrun
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.scripts import command

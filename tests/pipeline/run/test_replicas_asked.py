@@ -14,7 +14,7 @@ from penstock import Plan
 from penstock.compression.errors import ConfigError
 from penstock.conf.parts import MemoryConfig, ReplicasConfig
 from penstock.conf.schema import PlanConfig, TrainConfig
-from penstock.pipeline.planner.partition import partition
+from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.run import early
 from penstock.pipeline.run.resume import check
 from penstock.pipeline.run.shares_log import SharesLog

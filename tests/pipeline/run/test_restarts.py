@@ -7,7 +7,7 @@ import pytest
 from commands import DEADLY, refusal, same_run, train, trained
 
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline.ranks.failure import Lost
+from penstock.pipeline.distributed.failure import Lost
 from penstock.pipeline.run.restarts import persist
 from penstock.pipeline.run.run_folder import RunFolder
 

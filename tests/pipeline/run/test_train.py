@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from penstock import ConfigError, Plan
 from penstock.pipeline import models
-from penstock.pipeline.ranks import launcher
+from penstock.pipeline.data import digits
+from penstock.pipeline.distributed import launcher
 from penstock.pipeline.run import planning, train, training_loop
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.pipeline.samples import digits
 from penstock.scripts import command
 
 JOB = (

@@ -17,7 +17,7 @@ from zoo import build
 import penstock
 from penstock.compression.buffers import Pool
 from penstock.compression.codec_cost import Cost, candidates, sample, trial
-from penstock.pipeline.ranks.process_group import World
+from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.runtime.auto_codec import (
     MASKED,
     ROUNDS,

@@ -11,9 +11,9 @@ from torch import nn
 
 import penstock
 from penstock.compression.errors import PlanError
-from penstock.pipeline.planner.partition import partition
+from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.runtime.load_balancing import Measured, Planned, sharing_of
-from penstock.stages.planner.plan_stage import counts_of
+from penstock.stages.plan.plan_stage import counts_of
 
 EVEN = partition(NET, replicas=[2, 2], micro_batches=8, codec="raw")
 

@@ -12,12 +12,12 @@ from zoo import build, cross_entropy
 
 from penstock import Pipeline, PlanError
 from penstock.compression.errors import ConfigError
-from penstock.pipeline.ranks.process_group import World
+from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.runtime import device_placement
 from penstock.pipeline.runtime.agreement import Agreement
 from penstock.pipeline.runtime.batches import _moved, micro_batches, total_loss
 from penstock.stages.device import CPU, Device, device_of
-from penstock.stages.planner.plan import Asked
+from penstock.stages.plan.plan import Asked
 
 CASE = Case(model="mlp", cuts=2)
 GIB = 1 << 30

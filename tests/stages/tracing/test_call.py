@@ -13,7 +13,7 @@ from torch import nn
 import penstock
 from penstock import PlanError
 from penstock.pipeline.runtime.batches import micro_batches
-from penstock.stages.planner.examples import example_of, signature_of
+from penstock.stages.profiling.examples import example_of, signature_of
 from penstock.stages.tracing.capture.call_spec import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model returns cache")

@@ -29,8 +29,8 @@ from torch.nn import functional as F
 from zoo import cross_entropy
 
 import penstock
-from penstock.stages.planner.examples import graph_of
-from penstock.stages.planner.plan import Plan
+from penstock.stages.plan.plan import Plan
+from penstock.stages.profiling.examples import graph_of
 
 
 class Factor(nn.Module):

@@ -173,7 +173,7 @@ def test_a_leaf_that_is_nothing_of_the_model_is_refused(leaves, said):
 
 
 def test_a_run_is_told_its_leaves_by_an_option():
-    data = {"_target_": "penstock.pipeline.samples.fake.load"}
+    data = {"_target_": "penstock.pipeline.data.fake.load"}
     model = {"_target_": "penstock.pipeline.models.mlp", "hidden": [8], "leaves": ["Sequential.1"]}
     config = PlanConfig(model=model, data=data, batch_size=16, micro_batches=2, threads=1)
     with pytest.raises(PlanError, match=r"found 'Sequential\.1'"):

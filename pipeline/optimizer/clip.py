@@ -1,0 +1,92 @@
+"""The clip by a norm over the gradients of all stages: the bits of ``clip_grad_norm_`` over the whole model.
+
+torch puts the norms together by device and dtype in an order of its own, and promotes them where they differ.
+So torch is asked for that order, with empty tensors in the place of gradients that other ranks hold."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from ...stages.device import CPU, is_gpu
+from ..distributed.process_group import World
+
+Norms = Mapping[str, tuple[float, float]]
+
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+def clip_together(
+    world: World,
+    parameters: Mapping[str, torch.nn.Parameter],
+    largest: float,
+    *,
+    owner: Mapping[str, int],
+) -> None:
+    """Scale the gradients of ``parameters`` in place; collective.
+
+    Args:    parameters: those of this process by name.
+             largest: the L2 norm that the gradients of all ranks may have together.
+             owner: the rank of every parameter of the model, in the model's own order."""
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    total = norm_together(world, norms(gradients), owner=owner, device=device_of(gradients))
+    if total is not None:
+        torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), largest, total)
+
+
+def norm_together(
+    world: World, found: Norms, *, owner: Mapping[str, int], device: torch.device
+) -> torch.Tensor | None:
+    """The norm of the gradients of all ranks on ``device``, None where there is none; collective.
+
+    Args:    found: ``norms`` of this process.
+             owner: the rank of every parameter of the model, in the model's own order."""
+    mine = [number for name in owner for number in found.get(name, (0.0, 0.0))]
+    told = world.all_gather(mine, at="the norm of all gradients")
+    return total_norm(
+        [
+            told[rank][2 * place : 2 * place + 2]
+            for place, rank in enumerate(owner.values())
+            if told[rank][2 * place]
+        ],
+        device=device,
+    )
+
+
+def total_norm(found: Sequence[Sequence[float]], *, device: torch.device) -> torch.Tensor | None:
+    """The norm of gradients of which ``norms`` says these, in the model's own order; None for none."""
+    if not found:
+        return None
+    dtypes = [DTYPES[int(kind) - 1] for kind, _ in found]
+    stand_ins = [torch.empty(0, dtype=dtype) for dtype in dtypes]
+    alike = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True).values()  # type: ignore[list-item]
+    promoted = functools.reduce(torch.promote_types, {dtype.to_real() for dtype in dtypes})
+    ordered = [found[i][1] for _, places in alike for i in places]
+    return torch.linalg.vector_norm(torch.tensor(ordered, dtype=promoted, device=device))
+
+
+def device_of(gradients: Mapping[str, torch.Tensor]) -> torch.device:
+    """Device of the first of them."""
+    return next((gradient.device for gradient in gradients.values()), CPU)
+
+
+def norms(gradients: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+    """For every gradient which dtype it has, counted from 1, and its norm; a GPU is asked once for all,
+    by the kernel of ``clip_grad_norm_`` there."""
+    found: dict[str, tuple[float, float]] = {}
+    queued: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+    for name, gradient in gradients.items():
+        if is_gpu(gradient.device):
+            queued.setdefault((gradient.device, gradient.dtype), {})[name] = gradient
+        else:
+            found[name] = 1.0 + DTYPES.index(gradient.dtype), float(torch.linalg.vector_norm(gradient))
+    for (_, dtype), alike in queued.items():
+        each = torch._foreach_norm(list(alike.values()))  # pyright: ignore[reportPrivateImportUsage]
+        numbers = torch.stack([norm.double() for norm in each]).tolist()
+        found |= {
+            name: (1.0 + DTYPES.index(dtype), number) for name, number in zip(alike, numbers, strict=True)
+        }
+    return found

@@ -1,0 +1,148 @@
+"""Choice of the tiers that a plan leaves open: of all mixes that fit a rank's memory, the cheapest.
+
+Each mix is cut by the same search with the same memory model. Its price is the time of its slowest rank for a
+micro-batch: computing, and moving that does not hide behind it. Of equal mixes the one that moves less is
+taken.
+Source: steps S2 and S3 of the resource management of distributed deep learning (what fits where decides)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ...compression.errors import PlanError
+from ...compression.names import AUTO, HOST
+from ...stages.plan.plan import Plan
+from ...stages.plan.plan_stage import PlanStage
+from ...stages.profiling.network_profile import Profile
+from ...stages.units import share_of, show_bytes
+from .costs import with_margin
+
+PACKING_RATE = 4e9  # bytes per second of a thread: below all of docs/results/codecs_epyc_zen4_2026-11-21
+LINK_RATE = 10e9  # of a GPU to host memory: taken, as nothing of it has run on one
+DISK_RATE = 1e9  # where nobody measured one
+EQUAL = 1.02  # seconds that differ by less decide nothing: they were measured
+
+
+class TooSmall(PlanError):
+    """A budget that no cut keeps to; ``needed``: one that a cut keeps to, ``least``: and no smaller one."""
+
+    def __init__(self, sentence: str, needed: int, *, least: bool) -> None:
+        super().__init__(sentence)
+        self.needed, self.least = needed, least
+
+
+class Mix(NamedTuple):
+    """Tiers of saved tensors and parameters while nobody reads them."""
+
+    tier: str
+    parameters_tier: str
+    recompute: bool
+
+    def __str__(self) -> str:
+        saved = "forwards that run again" if self.recompute else f"saved tensors in the tier {self.tier}"
+        return f"{saved} and parameters in the tier {self.parameters_tier}"
+
+
+def is_open(*, memory: object, tier: object, parameters_tier: object) -> bool:
+    """True if a tier has to be chosen, or measured first."""
+    return AUTO in (tier, parameters_tier) or share_of(memory) is not None
+
+
+def cheapest(
+    cut: Callable[..., Plan],
+    profile: Profile,
+    *,
+    memory: int | str | None,
+    tier: str,
+    parameters_tier: str,
+    recompute: bool,
+    disk_rate: float | None,
+) -> Plan:
+    """Return the plan that ``cut`` makes with the cheapest mix of tiers.
+
+    Args:    cut: ``partition``, told all but what is told here.
+             memory: a rank's budget, also as a share ("25%") of what it holds with everything kept.
+             disk_rate: bytes per second of the disk; 0: it may not be used, None: not measured.
+    Raises:  PlanError: nothing fits, with the least budget that does."""
+    kept, asked = Mix("device", "device", False), f"memory={memory}"
+    if (share := share_of(memory)) is not None:
+        memory = bytes_of_share(share, cut)
+        asked += f" ({show_bytes(memory)})"
+    found: list[tuple[float, Plan]] = []
+    refused: list[tuple[int, Mix, bool]] = []
+    last: PlanError | None = None
+    for mix in _mixes(profile, tier, parameters_tier, recompute, allows_disk=disk_rate != 0):
+        try:
+            plan = cut(memory=memory, **mix._asdict())
+        except TooSmall as error:
+            refused.append((error.needed, mix, error.least))
+            last = error
+            continue
+        except PlanError as error:
+            if mix == kept:
+                raise
+            last = error  # that mix does not suit the schedule
+            continue
+        found.append((_seconds(plan, disk_rate or DISK_RATE), plan))
+        if memory is None:
+            break  # nothing is moved where there is no limit
+    if found:
+        least = min(seconds for seconds, _ in found)
+        return next(plan for seconds, plan in found if seconds <= least * EQUAL)
+    if last and not refused:
+        raise last
+    needed, mix, least = min(refused)
+    raise TooSmall(
+        f"{asked} on each rank holds this in no tier; {'the smallest' if least else 'a'} budget that does is "
+        f"memory={needed} ({show_bytes(needed)}), with {mix}; raise memory or ranks",
+        needed,
+        least=least,
+    )
+
+
+def bytes_of_share(share: float, cut: Callable[..., Plan]) -> int:
+    """A rank's budget as a share of what the fullest one needs that keeps everything."""
+    whole = cut(memory=None, tier="device", parameters_tier="device", recompute=False)
+    return round(share * with_margin(max(_bytes_of_ranks(whole))))
+
+
+def _mixes(
+    profile: Profile, tier: str, parameters_tier: str, recompute: bool, *, allows_disk: bool
+) -> Iterator[Mix]:
+    """Yield every mix that suits what was asked for, those that move less first."""
+    on_gpu = profile.device != HOST
+    disk = ["disk"] * allows_disk
+    near = ["packed", "host"] if on_gpu else ["packed"]
+    tiers = ["device", *near, *disk] if tier == AUTO and not recompute else [tier.replace(AUTO, "device")]
+    parts = [parameters_tier]
+    if parameters_tier == AUTO:  # dense numbers hardly shrink, so that packing is no choice of its own
+        parts = ["device", *(["host"] if on_gpu else []), *disk]
+    for part in parts:
+        yield from (Mix(one, part, recompute) for one in tiers)
+        if tier == AUTO and not recompute:
+            yield Mix("device", part, True)
+
+
+def _bytes_of_ranks(plan: Plan) -> list[int]:
+    return [sum(plan.stages[s].memory_bytes for s in stages) for stages in plan.stages_of_rank]
+
+
+def _seconds(plan: Plan, disk_rate: float) -> float:
+    """Seconds of the slowest rank for a micro-batch."""
+    rates = {"packed": PACKING_RATE, "host": LINK_RATE, "disk": disk_rate}
+    return max(
+        sum(_stage_seconds(plan.stages[s], rates, plan.micro_batches) / plan.replicas[s] for s in stages)
+        for stages in plan.stages_of_rank
+    )
+
+
+def _stage_seconds(stage: PlanStage, rates: dict[str, float], micro_batches: int) -> float:
+    """Seconds of a stage: each way of moving hides behind its own half, as far as it goes."""
+    away = stage.saved_bytes / rates[stage.tier] if stage.tier != "device" else 0.0
+    forward, backward = max(stage.forward_seconds, away), max(stage.backward_seconds, away)
+    if stage.parameters_tier != "device":  # read twice, its gradient twice more; updated once a step
+        one = max(0, 4 * stage.num_parameters - stage.staying_bytes) / rates[stage.parameters_tier]
+        forward, backward = max(forward, away + one), max(backward, away + 3 * one)
+        backward += 6 * one / micro_batches
+    return forward + backward

@@ -1,0 +1,219 @@
+"""Cost of a run of layers in seconds, memory and bytes, from sums made once per profile.
+
+The search asks for the cost of many runs, and the plan prints the cost of the chosen ones: both read it here.
+"""
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from ...stages.memory.byte_budget import NEAR
+from ...stages.plan.memory_model import NEIGHBOURS, Copies
+from ...stages.plan.plan_stage import PlanStage
+from ...stages.profiling.network_profile import LayerProfile, Profile, ValueProfile, sizes_of
+from .split import TOLERANCE, Span
+
+BESIDE = 8  # one part in so many of a budget is for frames, the layer that runs, what waits to be written
+PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
+
+
+def with_margin(num_bytes: int) -> int:
+    """The budget that a prediction needs: predictions hold to 5 % (law L4)."""
+    return -(-num_bytes * (100 + TOLERANCE) // 100)
+
+
+class Costs:
+    """Costs of the layers from one position to another; position p is in front of layer p.
+
+    ``copies`` says how often each rank holds what its layers take, ``rate`` is the bits per second of a link,
+    ``budget`` the bytes that a rank may use; ``recompute``: a backward runs its forward again first;
+    ``replicas``: ranks that share the micro-batches of each stage, empty: one each.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        copies: Sequence[Copies],
+        rate: float | None,
+        budget: int | None,
+        recompute: bool = False,
+        replicas: Sequence[int] = (),
+    ) -> None:
+        self.replicas = replicas
+        self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
+        self.recompute, layers = recompute, profile.layers
+        self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
+        sizes = [sizes_of([layer]) for layer in layers]
+        self.largest = Largest([size.pop("largest") for size in sizes])
+        self.near = Neighbours([layer.saved_bytes for layer in layers], NEAR + 1)
+        parameters = [layer.parameter_bytes for layer in layers]
+        self.with_parameters = _sums(map(bool, parameters))
+        self.neighbours = Neighbours([size for size in parameters if size], NEIGHBOURS)
+        self.sizes = {what: _sums(size[what] for size in sizes) for what in ("parameters", "saved", "packed")}
+        self.forward_bytes = _over_cuts(len(layers), profile.values)
+        self.backward_bytes = _over_cuts(
+            len(layers), [value for value in profile.values if value.requires_grad]
+        )
+        self.cut_weights = self._cut_weights()
+        self.link_times = [0] * (len(layers) + 1)
+        if rate is not None:  # both directions of a link carry at once
+            slower = map(max, self.forward_bytes, self.backward_bytes)
+            self.link_times = [round(8 * num_bytes * PICOSECONDS / rate) for num_bytes in slower]
+
+    def _backward(self, layer: LayerProfile) -> float:
+        return layer.backward_seconds + self.recompute * layer.forward_seconds
+
+    def _cut_weights(self) -> list[int]:
+        """Return a tie-breaker for each position, for cuts of equal cost: the bytes that pass both ways,
+        among equals those of values that are not zero, then whether the next cut passes the same values: a
+        ReLU that makes its zeros in place is only then before it."""
+        layers, values = self.profile.layers, self.profile.values
+        filled = [round(value.num_bytes * (1 - value.zero_fraction)) for value in values]
+        not_zero = _over_cuts(len(layers), values, filled)
+        spans = [_crossed(value, len(layers)) for value in values]
+        changes = {place for span in spans if span[0] < span[1] for place in span}  # the others pass nothing
+        return [
+            (((forward + backward) << 64) + nonzero << 16) + (position + 1 not in changes)
+            for position, (forward, backward, nonzero) in enumerate(
+                zip(self.forward_bytes, self.backward_bytes, not_zero, strict=True)
+            )
+        ]
+
+    def memory(
+        self, start: int, end: int, rank: int, copies: Sequence[Copies] = (), *, staying: int = 0
+    ) -> int:
+        """Predicted bytes on a rank; ``copies``: in the place of its own; ``staying``: bytes of parameters
+        that stay where the others leave."""
+        sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
+        sizes |= {"entered": self.forward_bytes[start], "largest": self.largest.of(start, end)}
+        sizes["near"] = self.near.of(start, end)
+        sizes["neighbours"] = self.neighbours.of(self.with_parameters[start], self.with_parameters[end])
+        return (copies or self.copies)[rank].of(**sizes, staying=staying)
+
+    def staying(
+        self, spans: Sequence[tuple[tuple[int, int], int, int]], copies: Sequence[Copies]
+    ) -> list[int]:
+        """Of every stage, bytes of parameters that may stay, where the others leave: all else goes first, and
+        what no plan counts (``BESIDE``).
+
+        Where saved tensors leave as well half of the room is for them: they stay as long as there is any."""
+        budget = self.budget or 0
+        room = dict.fromkeys(
+            (rank for *_, rank in spans), budget * 100 // (100 + TOLERANCE) - budget // BESIDE
+        )
+        for (start, end), place, rank in spans:
+            room[rank] -= self.memory(start, end, place, copies)
+        found = []
+        for (start, end), place, rank in spans:
+            there, sums = copies[place], self.sizes["parameters"]
+            stays = 0
+            if there.staying and room[rank] > 0:
+                fits = room[rank] / there.staying / (2 if there.near else 1)
+                stays = min(math.floor(fits), sums[end] - sums[start])
+            room[rank] -= math.ceil(stays * there.staying)
+            found.append(stays)
+        return found
+
+    def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
+        """True if ranks that hold so many ``copies`` keep to the budget.
+
+        ``spans``: the positions of every stage, its place in ``copies``, its rank."""
+        return self.budget is None or self.needed(spans, copies) <= self.budget
+
+    def needed(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> int:
+        """The least budget that the same ranks ``fit``."""
+        used: dict[int, int] = {}
+        for (start, end), place, rank in spans:
+            used[rank] = used.get(rank, 0) + self.memory(start, end, place, copies)
+        return with_margin(max(used.values()))
+
+    def of_rank(self, start: int, end: int, rank: int) -> float:
+        """Picoseconds per micro-batch; math.inf where the layers do not fit the budget."""
+        if self.budget is not None and with_margin(self.memory(start, end, rank)) > self.budget:
+            return math.inf
+        seconds = self.times[end] - self.times[start]
+        return -(-seconds // self.replicas[rank]) if self.replicas else seconds
+
+    def of_stage(self, rank_ends: Sequence[int]) -> Span:
+        """Picoseconds per micro-batch of a stage; math.inf where it would lie on two ranks."""
+
+        def span(start: int, end: int, stage: int) -> float:
+            crosses = rank_ends[bisect.bisect_right(rank_ends, start)] < end
+            return math.inf if crosses else self.times[end] - self.times[start]
+
+        return span
+
+    def stage(self, start: int, end: int, rank: int, *, staying: int = 0, **decided: Any) -> PlanStage:
+        """The stage made of these layers, with its predictions and what was decided for it."""
+        layers = self.profile.layers[start:end]
+        parameters = tuple(dict.fromkeys(name for layer in layers for name in layer.parameters))
+        return PlanStage(
+            layers=tuple(layer.name for layer in layers),
+            parameters=parameters,
+            num_parameters=sum(layer.num_parameters for layer in layers),
+            forward_seconds=sum(layer.forward_seconds for layer in layers),
+            backward_seconds=sum(map(self._backward, layers)),
+            memory_bytes=self.memory(start, end, rank, staying=staying),
+            staying_bytes=staying,
+            saved_bytes=sum(layer.saved_bytes for layer in layers),
+            near_bytes=self.near.of(start, end),
+            bytes_forward=self.forward_bytes[end],
+            bytes_backward=self.backward_bytes[end],
+            recompute=self.recompute,
+            **decided,
+        )
+
+
+class Largest:
+    """The largest of any run of numbers, from those of all runs of 1, 2, 4, .. of them."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._runs = [numbers]
+        while (half := 1 << (len(self._runs) - 1)) * 2 <= len(numbers):
+            last = self._runs[-1]
+            self._runs.append([max(pair) for pair in zip(last, last[half:], strict=False)])
+
+    def of(self, start: int, end: int) -> int:
+        """The largest from ``start`` on and in front of ``end``, 0 of none."""
+        if start == end:
+            return 0
+        level = (end - start).bit_length() - 1
+        return max(self._runs[level][start], self._runs[level][end - (1 << level)])
+
+
+class Neighbours:
+    """The most that so many numbers have together which follow each other in a run of numbers."""
+
+    def __init__(self, numbers: Sequence[int], length: int) -> None:
+        self._sums, self._length = _sums(numbers), length
+        self._largest = Largest([b - a for a, b in zip(self._sums, self._sums[length:], strict=False)])
+
+    def of(self, start: int, end: int) -> int:
+        """From ``start`` on and in front of ``end``; of fewer than so many, all."""
+        if end - start <= self._length:
+            return self._sums[end] - self._sums[start]
+        return self._largest.of(start, end - self._length + 1)
+
+
+def _sums(amounts: Iterable[int]) -> list[int]:
+    return [0, *accumulate(amounts)]
+
+
+def _over_cuts(
+    num_layers: int, values: Sequence[ValueProfile], amounts: Sequence[int] | None = None
+) -> list[int]:
+    """Bytes that pass each position, or ``amounts``: of the values made before it and used after it."""
+    changes = [0] * (num_layers + 2)
+    for value, amount in zip(values, amounts or [value.num_bytes for value in values], strict=True):
+        first, behind = _crossed(value, num_layers)
+        if behind > first:
+            changes[first] += amount
+            changes[behind] -= amount
+    return list(accumulate(changes))[: num_layers + 1]
+
+
+def _crossed(value: ValueProfile, num_layers: int) -> tuple[int, int]:
+    return value.producer + 1, min(max(value.users, default=0), num_layers - 1) + 1

@@ -1,0 +1,306 @@
+"""partition(profile) -> Plan: where to cut, and which rank runs which stage.
+
+The choice is exact: of all legal cuts whose costliest rank is within 5 % of the cheapest possible, the one
+that the fewest bytes pass. Predictions may err by 5 %, so such cuts are equals for all that is known.
+Where a rank runs several stages, its own part is cut again so that its slowest stage is as fast as possible.
+
+Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1), one replica per stage.
+"""
+
+import copy
+import difflib
+import functools
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from ...compression.errors import PlanError
+from ...compression.names import AUTO
+from ...stages.plan.memory_model import Copies, copies, exchanges
+from ...stages.plan.plan import Asked, Plan
+from ...stages.plan.plan_stage import counts_of, split_shares
+from ...stages.plan.validation import check_replicas, streams
+from ...stages.profiling.network_profile import Profile
+from ...stages.units import parse_bytes, parse_rate, show_bytes
+from ..schedules import schedule_named
+from ..schedules.live import Programs
+from ..schedules.placement import layout, placed, placement, stages_on
+from ..schedules.replicated import DEEPENED, dealt, endless_programs, most_extra, replicated, waiting
+from .choose import TooSmall, cheapest, is_open
+from .costs import Costs, with_margin
+from .counts import (
+    check_arguments,
+    check_asked,
+    check_counts,
+    check_places,
+    replica_counts,
+    sizes,
+    stage_counts,
+)
+from .divide import shortest
+from .split import smallest_limit, split
+
+
+def allowed_cuts(profile: Profile) -> list[int]:
+    """Positions where the model may be cut, ascending; position p is in front of layer p."""
+    return [p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused]
+
+
+def named_cuts(profile: Profile, cuts: Sequence[str]) -> list[int]:
+    """Positions of the cuts behind these layers or modules.
+
+    Raises:
+        PlanError: an unknown name (close ones are listed), a refused place (with its reason), the end of the
+            model, a place given twice, or cuts that do not follow the order of the layers.
+    """
+    if isinstance(cuts, str):
+        raise PlanError(f"cuts is a list of names, found {cuts!r}; write [{cuts!r}]")
+    positions = [_position(profile, name) for name in cuts]
+    for (before, name), (first, second) in zip(pairwise(cuts), pairwise(positions), strict=True):
+        if first == second:
+            raise PlanError(
+                f"cuts {before} and {name} are one place, behind {profile.layers[first - 1].name}; drop one"
+            )
+        if first > second:
+            raise PlanError(f"cuts follow the order of the layers, found {name} behind {before}; swap them")
+    return positions
+
+
+def _position(profile: Profile, name: str) -> int:
+    index = _last_layer(profile, name)
+    layer = profile.layers[index].name
+    if index == len(profile.layers) - 1:
+        raise PlanError(
+            f"a cut has a layer behind it, found {name}, which ends with the last layer {layer}; cut earlier"
+        )
+    if index in profile.refused:
+        near = sorted(allowed_cuts(profile), key=lambda position: abs(position - 1 - index))[:2]
+        allowed = " or ".join(profile.layers[position - 1].name for position in near) or "nowhere"
+        raise PlanError(
+            f"the model cannot be cut behind {layer} ({name}): {profile.refused[index]}; nearest: {allowed}"
+        )
+    return index + 1
+
+
+def _last_layer(profile: Profile, name: str) -> int:
+    names = [layer.name for layer in profile.layers]
+    if name in names:
+        return names.index(name)
+    inside = [i for i, layer in enumerate(profile.layers) if f"{layer.module}.".startswith(f"{name}.")]
+    if inside and name:
+        return inside[-1]
+    known = dict.fromkeys([*names, *(module for layer in profile.layers for module in _paths(layer.module))])
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
+    hint = f"close ones are {', '.join(close)}" if close else f"the layers run from {names[0]} to {names[-1]}"
+    raise PlanError(f"a cut is the name of a layer or module, found {name}; {hint}")
+
+
+def _paths(module: str) -> list[str]:
+    """``"a.b.c"`` -> a, a.b, a.b.c."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+def partition(
+    profile: Profile,
+    *,
+    stages: int | None = None,
+    cuts: Sequence[str] | None = None,
+    ranks: int | None = None,
+    schedule: str = "1f1b",
+    micro_batches: int = 8,
+    extra_in_flight: int | str = AUTO,
+    codec: str = "auto",
+    link: float | str | None = None,
+    memory: int | str | None = None,
+    optimizer_state: float | None = None,
+    tier: str = "device",
+    weights: str = "latest",
+    weights_tier: str = "device",
+    parameters_tier: str = "device",
+    weights_first: bool = False,
+    recompute: bool = False,
+    prediction: bool = False,
+    program: Sequence[str] = (),
+    replicas: int | str | Sequence[int] = 1,
+    exact: bool = False,
+    sharded: bool = False,
+    shares: Sequence[int] = (),
+    idle: bool = False,
+    disk_rate: float | None = None,
+) -> Plan:
+    """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
+
+    A rank costs the larger of its seconds per micro-batch and the seconds its links need for the tensors over
+    its cuts (unpacked, both directions at once). Of all cuts whose costliest rank is within 5 % of the
+    cheapest possible, the one is chosen that the fewest bytes pass; among equals the fewest that are not
+    zero, then behind what writes into what passes, then the cheapest costliest rank, then the earliest.
+
+    Args:
+        stages: default: as many as the schedule takes a rank (one or two), or one more than ``cuts``.
+        cuts: layer names or module paths to cut behind, instead of a search.
+        ranks: number of processes; default: as many as the stages suit.
+        link: bits per second between ranks (``"1Gbit"``); None: free.
+        extra_in_flight: micro-batches beyond the schedule's own; "auto": up to two, as the links ask for.
+        codec: name of a codec, or "auto": measured while it trains.
+        tier: where what a forward saves waits: "device" as it is, "packed", "host" or "disk".
+        memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
+        optimizer_state: bytes that the optimizer keeps for each of the parameters' (Adam: 2); None: 1.
+        weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
+            "vertical_sync"; of ``1f1b`` "double_buffered".
+        weights_tier: the same for a version of the weights that nothing reads right now.
+        parameters_tier: where parameters and their optimizer state are while no layer reads them: the same.
+        weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
+        recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
+        prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
+        program: the lines of ``schedule="custom"``, one per rank; they place the stages.
+        replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn; "auto": all
+            ``ranks`` are dealt so that the simulated step is shortest, over ``stages`` if given, else over
+            as many as suits it.
+        exact: replicas add up gradients in the plain loop's order, for its bits.
+        sharded: each replica updates some parameters, and keeps the optimizer's state of these only.
+        shares: how much of its stage each rank takes, by weight ([3, 1]: three micro-batches of four); for
+            all ranks in their order, where there are replicas. Default: as many.
+        idle: of "auto": ranks that would not shorten the simulated step are left out.
+        disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
+    Raises:
+        PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
+        ScheduleError: the schedule is not known, or does not suit the counts. CodecError: no such codec.
+    """
+    asked_for = dict(locals())  # ahead of any other name
+    check_arguments(profile, codec, extra_in_flight, optimizer_state)
+    open_ = {name: asked_for.pop(name) for name in ("memory", "tier", "parameters_tier", "recompute")}
+    if is_open(memory=memory, tier=tier, parameters_tier=parameters_tier):
+        return cheapest(functools.partial(partition, **asked_for), profile, disk_rate=disk_rate, **open_)
+    check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
+    given = named_cuts(profile, cuts) if cuts else None
+    check_asked(replicas, idle=idle, shares=shares)
+    if replicas == AUTO:
+        numbers = stage_counts(stages, given, ranks, most=len(allowed_cuts(profile)) + 1)
+        return shortest(partition, {**asked_for, **open_}, stages=numbers)
+    several: tuple[int, ...] | None = None
+    weighed: tuple[tuple[int, ...], ...] = ()
+    asked = {"stages": stages, "ranks": ranks, "cuts": tuple(cuts) if cuts else None}
+    if replicas != 1:
+        several = replica_counts(replicas, stages=stages, ranks=ranks, given=given)
+        check_replicas(dealt(several), schedule=schedule, weights=weights, micro_batches=micro_batches)
+        weighed = split_shares(shares, dealt(several)) if shares else ((),) * len(several)
+        stages = ranks = len(several)  # cut for one rank a stage
+    stages, ranks = sizes(stages, ranks, given, schedule, program)
+    places = allowed_cuts(profile) if given is None else given
+    check_places(profile, places, stages)
+    fixed = None
+    if layout(schedule) != "neighbours":
+        fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
+    extra = extra_in_flight if isinstance(extra_in_flight, int) else 0
+    held: Any = {"tier": tier, "weights_tier": weights_tier, "parameters_tier": parameters_tier}
+    if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
+        each = min(micro_batches, 2 * stages + 2)  # more only repeat what these do
+        make = functools.partial(endless_programs, stages_on(range(stages)), schedule, each)
+    else:
+        each = micro_batches
+        one, laid = schedule_named(schedule, program), stages_on(fixed or range(ranks))
+        if several:
+            one = replicated(one, dealt(several), shares=weighed, deepens=schedule == DEEPENED)
+            laid = [[stage] for stage, number in enumerate(several) for _ in range(number)]
+        make = functools.partial(one, laid, each)
+
+    def there(programs: Programs) -> list[Copies]:
+        options = {"device": profile.device, "recompute": recompute, **held}
+        counts = waiting(programs, weights=weights, micro_batches=each)
+        dealing = [*zip(several, weighed, strict=True)] if several else [(1, ())] * len(counts)
+        each_has = [counts_of(own or (1,) * n, micro_batches) for n, own in dealing]
+        exchanged = [exchanges(those, exact=exact) for those in each_has]
+        whole = 1.0 if optimizer_state is None else optimizer_state
+        states = [whole / (n if sharded else 1) for n, _ in dealing]
+        return [
+            copies(number, old_versions=old, exchanged=more, optimizer_state=state, **options)
+            for (number, old), more, state in zip(counts, exchanged, states, strict=True)
+        ]
+
+    costs = Costs(
+        profile,
+        copies=there(make(extra_in_flight=extra)),
+        rate=None if link is None else parse_rate(link),
+        budget=None if memory is None else parse_bytes(memory),
+        recompute=recompute,
+        replicas=several or (),
+    )
+    ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
+    spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]
+    most = extra
+    if extra_in_flight == AUTO:
+        most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
+    staying = costs.staying(spans, there(make(extra_in_flight=most)))
+    known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves", "graph")
+    made = Plan(
+        stages=tuple(
+            costs.stage(
+                *span, place, staying=stay, ranks=tuple(dealt(several)[rank]) if several else (rank,), **held
+            )
+            for (span, place, rank), stay in zip(spans, staying, strict=True)
+        ),
+        schedule=schedule,
+        micro_batches=micro_batches,
+        extra_in_flight=extra,
+        most_extra_in_flight=most,
+        codec=codec,
+        memory=costs.budget,
+        link=costs.rate,
+        weights=weights,
+        weights_first=weights_first,
+        prediction=prediction,
+        program=tuple(program),
+        exact=exact,
+        sharded=sharded,
+        asked=Asked(**asked, replicas=several),
+        **{name: getattr(profile, name) for name in known},
+    )
+    return made.with_shares(weighed) if weighed else made
+
+
+def _cut(
+    costs: Costs,
+    points: list[int],
+    fixed: tuple[int, ...] | None,
+    stages: int,
+    ranks: int,
+    *,
+    memory: int | str | None,
+) -> tuple[list[int], tuple[int, ...]]:
+    """Return the ends of the stages, as positions from 0 to the number of layers, and the rank of each.
+
+    Where the schedule puts stages on ranks (``fixed``), the slowest stage is made as fast as it can be; else
+    ranks are cut first, then the stages inside them."""
+    grows = not costs.recompute  # else what enters a part counts, and less may enter a longer one
+    best = functools.partial(split, points, weight=costs.cut_weights, grows=grows)
+    ends = best(parts=stages if fixed else ranks, span=costs.of_rank, edge=costs.link_times)
+    free = [0] * (points[-1] + 1)
+    if fixed:
+        if ends is None or not costs.fit(zip(pairwise(ends), range(stages), fixed, strict=True)):
+            free_costs = copy.copy(costs)
+            free_costs.budget = None
+            unlimited = best(parts=stages, span=free_costs.of_rank, edge=costs.link_times)
+            assert unlimited is not None, "there are enough places to cut"
+            needed = costs.needed(zip(pairwise(unlimited), range(stages), fixed, strict=True))
+            raise TooSmall(
+                f"memory={memory} on each of {ranks} ranks does not hold the {stages} stages that the "
+                f"schedule lays on them; a budget that does is memory={needed} ({show_bytes(needed)}); raise "
+                "memory, or take a schedule of neighbours, such as 1f1b",
+                needed,
+                least=False,
+            )
+        return ends, fixed
+    if ends is None:
+        needed = with_margin(
+            int(smallest_limit(points, parts=ranks, span=costs.memory, edge=free, grows=grows))
+        )
+        raise TooSmall(
+            f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
+            f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks",
+            needed,
+            least=True,
+        )
+    inner = best(parts=stages, span=costs.of_stage(ends), edge=free)
+    assert inner is not None, "the ranks leave every other place to cut, and there are enough"
+    return inner, tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])

@@ -1,0 +1,280 @@
+"""Plan: the whole decision as data: the stages with what was decided for each, the schedule and the codec.
+
+A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will
+run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ...compression.errors import PlanError
+from ...compression.names import show_codec
+from ..files import save_json
+from ..memory.byte_budget import NAMES
+from ..record import IN_PROCESS, json_fields, load_json, read, reduced, shortened
+from ..tracing.capture.signature import Signature
+from ..units import show_bytes, show_count, show_rate, show_seconds
+from ..weight_versions.policies import WeightPolicy, policy_named
+from .plan_stage import Placed, PlanStage
+from .validation import check_again, check_extra, check_mirror, check_replicas, check_versions, streams
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """``stages``, ``ranks`` and ``cuts`` as a person gave them, None: left to the planner; ``replicas``
+    where there are some, ``divided``: how it was asked for where the planner chose them."""
+
+    stages: int | None
+    ranks: int | None
+    cuts: tuple[str, ...] | None
+    replicas: tuple[int, ...] | None = None
+    divided: str | None = None
+
+    def __str__(self) -> str:
+        asked = {"stages": self.stages, "ranks": self.ranks, "cuts": self.cuts and f"[{','.join(self.cuts)}]"}
+        asked |= {"replicas": self.divided or (self.replicas and list(self.replicas))}
+        return " ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
+
+
+_HEADINGS = ("stage", "rank", "layers", "parameters", "forward", "backward", "memory", "sent down", "sent up")
+_FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors before packing"
+
+
+def table(stages: Sequence[PlanStage]) -> list[str]:
+    """The lines of the table."""
+    rows = [_HEADINGS, *map(_row, range(len(stages)), stages)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if heading == "layers" else str.rjust for heading in _HEADINGS]
+    lines = (
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True))
+        for row in rows
+    )
+    return [*map(str.rstrip, lines), _FOOTNOTE]
+
+
+def _row(number: int, stage: PlanStage) -> tuple[str, ...]:
+    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} .. {stage.layers[-1]}"
+    return (
+        str(number),
+        ",".join(map(str, stage.ranks)),
+        f"{layers} ({len(stage.layers)})",
+        show_count(stage.num_parameters),
+        show_seconds(stage.forward_seconds),
+        show_seconds(stage.backward_seconds),
+        show_bytes(stage.memory_bytes),
+        show_bytes(stage.bytes_forward) if stage.bytes_forward else "-",
+        show_bytes(stage.bytes_backward) if stage.bytes_backward else "-",
+    )
+
+
+VERSION = 3
+TIERS = NAMES
+
+
+def check_tiers(**found: str) -> None:
+    """Refuse what is no tier; ``found``: by what it is called."""
+    for name, tier in found.items():
+        if tier not in TIERS:
+            raise PlanError(f"{name} is one of {', '.join(TIERS)}, found {tier!r}; choose one of these")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Placed):
+    """Decisions of ``partition`` that ``Pipeline`` runs; those for a stage are in its ``PlanStage``.
+
+    ``extra_in_flight``: micro-batches in flight beyond the schedule's own, to begin with; up to
+    ``most_extra_in_flight``, if the measured links ask for it; 0 there means no more than these.
+    ``codec``: that of every value and gradient for which its stage names no other.
+    ``weights``: which version of the weights a micro-batch sees (``POLICIES``); ``prediction``: forwards run
+    with the weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's
+    weight gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each
+    rank. ``exact``: replicas add up gradients micro-batch by micro-batch, as the plain loop does;
+    ``sharded``: each of them updates some parameters for all, and keeps the optimizer's state of these.
+    ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
+    ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
+    ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
+    need. ``graph``: the LayerGraph that it was made from, in this process only.
+    Raises:  PlanError: the fields contradict each other.
+    """
+
+    schedule: str
+    micro_batches: int
+    extra_in_flight: int
+    codec: str
+    fingerprint: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[str, ...]
+    memory: int | None
+    link: float | None
+    most_extra_in_flight: int = 0
+    weights: str = "latest"
+    weights_first: bool = False
+    prediction: bool = False
+    program: tuple[str, ...] = ()
+    exact: bool = False
+    sharded: bool = False
+    asked: Asked | None = dataclasses.field(default=None, compare=False)
+    signature: Signature | None = dataclasses.field(default=None, compare=False)
+    leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduced(self)
+
+    def __post_init__(self) -> None:
+        layers = [layer for stage in self.stages for layer in stage.layers]
+        if not self.stages or not all(stage.layers for stage in self.stages):
+            raise PlanError("a plan has one stage or more, and every stage has a layer")
+        if twice := next((layer for layer, other in pairwise(sorted(layers)) if layer == other), None):
+            raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
+        for stage in self.stages:
+            check_tiers(**{n: getattr(stage, n) for n in ("tier", "weights_tier", "parameters_tier")})
+            tier, number = stage.parameters_tier, len(stage.ranks)
+            check_mirror(schedule=self.schedule, weights=self.weights, parameters_tier=tier, replicas=number)
+        if sorted(set(self.ranks)) != list(range(len(set(self.ranks)))):
+            raise PlanError(
+                f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
+                f"stage, found ranks {list(self.ranks)}"
+            )
+        ranks, batches = [stage.ranks for stage in self.stages], self.micro_batches
+        check_replicas(ranks, schedule=self.schedule, weights=self.weights, micro_batches=batches)
+        check_versions(
+            schedule=self.schedule,
+            weights=self.weights,
+            prediction=self.prediction,
+            num_stages=self.num_stages,
+            micro_batches=self.micro_batches,
+            extra_in_flight=max(self.extra_in_flight, self.most_extra_in_flight),
+        )
+        if self.streams and any(stage.recompute for stage in self.stages):
+            check_again(weights=self.weights, prediction=self.prediction)
+        check_extra(self.extra_in_flight, self.most_extra_in_flight, micro_batches=self.micro_batches)
+        counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
+        counts += [self.extra_in_flight, self.most_extra_in_flight, *sum(self.input_shapes, ())]
+        if (
+            min(counts) < 0
+            or (self.memory is not None and self.memory < 1)
+            or (self.link is not None and self.link <= 0)
+        ):
+            raise PlanError("sizes, seconds and counts of a plan are never negative; make the plan anew")
+
+    @property
+    def policy(self) -> WeightPolicy:
+        """Policy of the stages for their weights; in which tier, each says for itself."""
+        return policy_named(self.weights, schedule=self.schedule, prediction=self.prediction)
+
+    @property
+    def streams(self) -> bool:
+        """Whether batches follow each other without a flush: a step leaves micro-batches in flight."""
+        return streams(self.schedule, self.weights)
+
+    @property
+    def versions(self) -> dict[str, Any] | None:
+        """Fields that decide which weights a micro-batch sees, as a state's must; None with a flush."""
+        if not self.streams:
+            return None
+        names = ("schedule", "weights", "prediction")
+        return {name: getattr(self, name) for name in names} | {"cuts": list(self.cuts)}
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The layers after which the model is cut, as ``partition`` takes them."""
+        return tuple(stage.layers[-1] for stage in self.stages[:-1])
+
+    def bytes_entering(self, stage: int) -> int:
+        """Bytes of the tensors of a micro-batch that pass the cut in front of ``stage``, unpacked."""
+        return self.stages[stage - 1].bytes_forward if stage else 0
+
+    @property
+    def named_codecs(self) -> dict[tuple[str, str, int], str]:
+        """The codecs that stages name, by value, way ("F" down, "B" up for its gradient) and stage."""
+        named = [(s, "F", stage.codecs) for s, stage in enumerate(self.stages)]
+        named += [(s, "B", stage.gradient_codecs) for s, stage in enumerate(self.stages)]
+        return {(name, way, s): codec for s, way, codecs in named for name, codec in codecs.items()}
+
+    def of_stages(self, decision: str) -> str:
+        """Return the stages' decisions under a name, such as "tier": one if all are alike, else each."""
+        found = [str(getattr(stage, decision)) for stage in self.stages]
+        return found[0] if len(set(found)) == 1 else ",".join(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON data, which ``Plan.of_json`` takes."""
+        return {"penstock_plan": VERSION, **json_fields(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all, else ConfigError; ``Plan.load`` gives an equal one."""
+        save_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan; raises PlanError, and nothing else, for a file that is missing, damaged or no plan."""
+        return cls.of_json(load_json(path, "plan"), str(path))
+
+    @classmethod
+    def of_json(cls, data: Any, source: str) -> Plan:
+        """Read a plan that came from ``source``; raises PlanError, and nothing else, for what is none."""
+        if not isinstance(data, dict) or "penstock_plan" not in data:
+            raise PlanError(
+                f"a plan is a JSON object with the key penstock_plan, {source} is not; make one anew"
+            )
+        version = data.pop("penstock_plan")
+        if type(version) is not int or version != VERSION:
+            raise PlanError(
+                f"plans have version {VERSION} here, found {shortened(version)} in {source}; make "
+                "the plan anew"
+            )
+        return read(cls, data, "plan")
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the stages, their seconds and the bytes over each cut into a PNG."""
+        from .plan_picture import draw
+
+        draw(path, self.stages, title=_title(self))
+
+    def __str__(self) -> str:
+        return "\n".join([_title(self), *table(self.stages)])
+
+
+def _title(plan: Plan) -> str:
+    batches = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
+    parts = [plan.schedule, batches, f"codec {show_codec(plan.codec)}"]
+    if plan.most_extra_in_flight > plan.extra_in_flight:
+        parts.insert(1, f"{plan.extra_in_flight} to {plan.most_extra_in_flight} extra in flight")
+    elif plan.extra_in_flight:
+        parts.insert(1, f"{plan.extra_in_flight} extra in flight")
+    ways = {"F": "down", "B": "up"}
+    parts += [f"{name} {ways[way]} {show_codec(one)}" for (name, way, _), one in plan.named_codecs.items()]
+    parts += _weights(plan)
+    if (tier := plan.of_stages("tier")) != "device":
+        parts.append(f"saved tensors {tier}")
+    if any(stage.recompute for stage in plan.stages):
+        parts.append("forwards run again")
+    if max(plan.replicas) > 1:
+        parts.append(f"replicas {list(plan.replicas)}{' that add as one' * plan.exact}")
+    if plan.sharded:
+        parts.append("the optimizer's state divided among them")
+    if any(stage.shares for stage in plan.stages):
+        parts.append(f"shares {[list(own) for own in plan.shares]}")
+    if plan.link is not None:
+        parts.append(f"link {show_rate(plan.link)}")
+    if plan.memory is not None:
+        parts.append(f"memory {show_bytes(plan.memory)} a rank")
+    shape = (plan.num_stages, "stage"), (plan.num_ranks, "rank")
+    counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in shape]
+    return f"{' on '.join(counts)}, {', '.join(parts)}"
+
+
+def _weights(plan: Plan) -> list[str]:
+    """Say which weights a micro-batch sees, where batches mingle, and what comes first in a backward."""
+    parts = [f"weights {plan.weights}{' with prediction' * plan.prediction}"] if plan.streams else []
+    if (tier := plan.of_stages("weights_tier")) != "device":
+        parts.append(f"old weights {tier}")
+    if (tier := plan.of_stages("parameters_tier")) != "device":
+        staying = sum(stage.staying_bytes for stage in plan.stages)
+        parts.append(f"parameters {tier}{f' but {show_bytes(staying)}' * bool(staying)}")
+    return parts + ["weight gradients first"] * plan.weights_first

@@ -1,0 +1,141 @@
+"""Whether a schedule, a policy of the weights and the counts of a plan go together, refused by name.
+
+One function on plain values, without torch, so that a command, a plan and a partition refuse in the same
+words; the policies' own rules come with their rows (``stages/weight_versions/policies.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...compression.errors import PlanError
+from ..record import shortened
+from ..weight_versions.policies import STREAM, policy_named, rule_named
+
+REPLICATED = (
+    "gpipe",
+    "1f1b",
+)  # schedules whose stages may have replicas: backwards are whole, a rank has one
+
+MOST_MICRO_BATCHES = 2**16
+
+
+def streams(schedule: str, weights: str) -> bool:
+    """Whether micro-batches flow on from batch to batch, so that only a drain empties the pipeline.
+
+    Raises:  PlanError: there is no such policy."""
+    return schedule == STREAM or rule_named(weights).per_batch
+
+
+def check_versions(
+    *,
+    schedule: str,
+    weights: str,
+    prediction: bool,
+    num_stages: int,
+    micro_batches: int,
+    extra_in_flight: int,
+) -> None:
+    """Refuse what cannot be trained as asked.
+
+    Args:    weights: a name in ``POLICIES``; ``prediction``: whether forwards run with predicted weights.
+    Raises:  PlanError: the schedule, the policy and the counts do not go together.
+    """
+    rule = policy_named(weights, schedule=schedule, prediction=prediction).rule
+    if rule and rule.per_batch and micro_batches < num_stages:
+        raise PlanError(
+            f"weights={weights} needs at least as many micro-batches as stages, or its versions do not "
+            f"suffice, found micro_batches={micro_batches} for {num_stages} stages; raise micro_batches to "
+            f"{num_stages}"
+        )
+    if extra_in_flight and streams(schedule, weights):
+        asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
+        raise PlanError(
+            f"{asked} has a fixed number of micro-batches in flight, which decides who reads which weights, "
+            f"found extra_in_flight={extra_in_flight}; leave it out"
+        )
+
+
+def check_mirror(*, schedule: str, weights: str, parameters_tier: str, replicas: int = 1) -> None:
+    """Refuse a mirror of the parameters where there are several versions of them at a time, or replicas."""
+    if parameters_tier != "device" and replicas > 1:
+        raise PlanError(
+            f"replicas of a stage keep their parameters on the device, found {replicas} replicas and "
+            f"parameters {parameters_tier}; leave them on the device, or take one rank a stage"
+        )
+    if parameters_tier != "device" and streams(schedule, weights):
+        asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
+        raise PlanError(
+            f"a mirror has one version of the parameters, and {asked} reads several at a time, found "
+            f"parameters {parameters_tier}; leave them on the device, or take a schedule with a flush"
+        )
+
+
+def check_again(*, weights: str, prediction: bool) -> None:
+    """Refuse second forwards in a stream whose policy forgets the weights of the first; raises PlanError."""
+    if weights == "latest" or prediction:
+        raise PlanError(
+            "a forward that runs again must see the weights of the first time, which "
+            f"weights={weights}{' with prediction' * prediction} forgets without a flush; take "
+            "weights=stashed without prediction, or recompute=false"
+        )
+
+
+def check_extra(least: int, most: int, *, micro_batches: int) -> None:
+    """Refuse counts of micro-batches that nobody can list: those of a step, and those in flight."""
+    if not 1 <= micro_batches <= MOST_MICRO_BATCHES:
+        raise PlanError(
+            f"a step has from 1 to {MOST_MICRO_BATCHES} micro-batches, found "
+            f"micro_batches={shortened(micro_batches)}; choose one of these"
+        )
+    if most and not least <= most <= max(least, micro_batches):
+        raise PlanError(
+            "most_extra_in_flight is 0, or from extra_in_flight up to the micro-batches of a step, found "
+            f"{shortened(most)} with extra_in_flight={shortened(least)} and micro_batches="
+            f"{shortened(micro_batches)}; choose one of these"
+        )
+
+
+def check_replicas(
+    ranks: Sequence[Sequence[int]],
+    *,
+    schedule: str,
+    weights: str,
+    micro_batches: int,
+) -> None:
+    """Refuse replicas that cannot share the work of their stage.
+
+    Args:    ranks: those of every stage.
+    Raises:  PlanError: there are replicas, and something does not suit them."""
+    counts = [len(own) for own in ranks]
+    if max(counts) == 1:
+        return
+    check_replicated(f"replicas {counts}", schedule=schedule, weights=weights)
+    if max(counts) > micro_batches >= 1:
+        raise PlanError(
+            f"each replica of a stage gets a micro-batch at least, found {max(counts)} replicas and "
+            f"micro_batches={micro_batches}; raise micro_batches, or take fewer replicas"
+        )
+    together = [rank for own in ranks for rank in own]
+    if len(set(together)) != len(together):
+        raise PlanError(
+            f"with replicas every rank runs one stage, found ranks {[list(own) for own in ranks]}; give each "
+            "replica a rank of its own"
+        )
+
+
+def check_replicated(found: str, *, schedule: str, weights: str) -> None:
+    """Refuse a schedule whose stages cannot have replicas.
+
+    Args:    found: the replicas that were asked for, in words.
+    Raises:  PlanError: it is one of those."""
+    if streams(schedule, weights):
+        asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
+        raise PlanError(
+            f"replicas of a stage update together, and with {asked} there is no moment at which they could, "
+            f"found {found}; take schedule=1f1b, or one rank a stage"
+        )
+    if schedule not in REPLICATED:
+        raise PlanError(
+            f"stages have replicas under {' and '.join(REPLICATED)}, found {found} with "
+            f"schedule={schedule}; take one of these, or one rank a stage"
+        )

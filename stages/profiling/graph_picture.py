@@ -1,0 +1,272 @@
+"""The picture of the dependencies: layers as boxes in columns by stage, data as circles that grow with their
+bytes; down the page goes the forward, up the backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..files import save_picture
+from ..plan.plan_picture import BACKWARD_COLOR, FORWARD_COLOR, LINE, RANKS
+from ..units import show_bytes
+from .blocks import Block, blocks
+from .dependencies import FORWARD, UPDATE, Dependencies
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_BOXES = 60
+VALUE, GRADIENT, SAVED = "value", "gradient", "saved"
+WEIGHT_GRADIENT = "weight gradient"
+COMPUTE = "compute"  # the style of an arrow from box to box
+_OF_WEIGHTS = {"parameter": "parameter", "gradient": WEIGHT_GRADIENT, "optimizer": "optimizer"}
+_SLOTS = {**_OF_WEIGHTS, "version": "optimizer", "saved": SAVED, "buffer": "buffer"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Circle:
+    """Data of one kind that belong to a box; ``number``: of the one value or gradient that it is, else -1.
+
+    ``is_input``: nobody made it."""
+
+    box: int
+    slot: str
+    number: int
+    num_bytes: int
+    is_input: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrow:
+    """From a circle into a box (``enters``), or back; a compute arrow goes from box ``circle`` to ``box``."""
+
+    style: str
+    circle: int
+    box: int
+    enters: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawing:
+    """Circles and boxes by number, and the arrows between them."""
+
+    boxes: tuple[Block, ...]
+    circles: tuple[Circle, ...]
+    arrows: tuple[Arrow, ...]
+
+
+def drawing(found: Dependencies, stages: Sequence[int], *, most: int = MOST_BOXES) -> Drawing:
+    """Return what is drawn of ``found`` with about ``most`` boxes; ``stages``: of each layer, its stage."""
+    boxes = blocks(found.layers, found.modules, stages, most=most)
+    box_of = {layer: number for number, box in enumerate(boxes) for layer in box.layers}
+    sizes: dict[tuple[int, str, int], int] = {}
+    keys: dict[int, tuple[int, str, int]] = {}
+    for number, key in _keys(found, boxes, box_of):
+        keys[number] = key
+        sizes[key] = sizes.get(key, 0) + found.data[number].num_bytes
+    at = {key: place for place, key in enumerate(sizes)}
+    inputs = {number for number, data in enumerate(found.data) if data.layer < 0}
+    circles = tuple(Circle(*key, size, key[2] in inputs) for key, size in sizes.items())
+    arrows = _arrows(found, box_of, {number: at[key] for number, key in keys.items()})
+    shown = [arrow for arrow in arrows if not _within(arrow, boxes, circles)]
+    return Drawing(boxes, circles, tuple(dict.fromkeys(shown)))
+
+
+def _keys(
+    found: Dependencies, boxes: Sequence[Block], box_of: Mapping[int, int]
+) -> Iterator[tuple[int, tuple[int, str, int]]]:
+    """For each datum that is drawn: its box, its slot there, and its number where it is a circle alone."""
+    near: dict[int, set[int]] = {}
+    saved, of_weights = set[int](), set[int]()
+    for edge in found.edges:
+        near.setdefault(edge.data, set()).add(box_of[edge.layer])
+        if edge.way == UPDATE:
+            of_weights.add(edge.data)
+        elif edge.way != FORWARD and edge.enters:
+            saved.add(edge.data)
+    for number, data in enumerate(found.data):
+        home = box_of[data.layer] if data.layer >= 0 else min(near.get(number, {0}))
+        if data.kind not in (VALUE, GRADIENT) or number in of_weights:
+            yield number, (home, _SLOTS[data.kind], -1)
+        elif len(boxes[home].layers) == 1 or near.get(number, {home}) != {home}:
+            yield number, (home, data.kind, number)
+        elif data.kind == VALUE and number in saved:
+            yield number, (home, SAVED, -1)
+
+
+def _arrows(found: Dependencies, box_of: Mapping[int, int], at: Mapping[int, int]) -> Iterator[Arrow]:
+    for edge in found.edges:
+        if edge.way != UPDATE and edge.data in at:
+            yield Arrow(f"{edge.way} data", at[edge.data], box_of[edge.layer], edge.enters)
+    for _, source, target in found.compute:
+        if box_of[source] != box_of[target]:
+            yield Arrow(COMPUTE, box_of[source], box_of[target])
+
+
+def _within(arrow: Arrow, boxes: Sequence[Block], circles: Sequence[Circle]) -> bool:
+    """Whether an arrow says only that layers of one block read what others of it made."""
+    if arrow.style == COMPUTE or len(boxes[arrow.box].layers) == 1:
+        return False
+    circle = circles[arrow.circle]
+    if circle.box != arrow.box or circle.number < 0 or circle.is_input:
+        return False
+    return (circle.slot, arrow.style, arrow.enters) in (
+        (VALUE, "forward data", True),
+        (GRADIENT, "backward data", False),
+    )
+
+
+WIDE, HIGH, PITCH = 1.15, 0.17, 8.0  # half of a box, and from column to column
+Place = tuple[float, float]
+
+
+def positions(drawn: Drawing) -> list[Place]:
+    """Return the middles of the boxes: a stage has a row for each generation of its forward, and columns for
+    boxes that do not wait for each other."""
+    import networkx
+
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(len(drawn.boxes)))
+    forward = [a for a in drawn.arrows if a.style == COMPUTE and a.circle < a.box]
+    graph.add_edges_from((arrow.circle, arrow.box) for arrow in forward)
+    places, left = dict[int, Place](), 0
+    for stage in dict.fromkeys(box.stage for box in drawn.boxes):
+        own = graph.subgraph([number for number, box in enumerate(drawn.boxes) if box.stage == stage])
+        rows = [sorted(row) for row in networkx.topological_generations(own)]
+        for y, row in enumerate(rows):
+            places |= {number: ((left + x) * PITCH, -float(y)) for x, number in enumerate(row)}
+        left += max(map(len, rows))
+    return [places[number] for number in range(len(drawn.boxes))]
+
+
+STYLES: Mapping[str, Mapping[str, Any]] = {
+    "forward data": {"color": FORWARD_COLOR, "linestyle": "solid", "linewidth": 1.0},
+    "backward data": {"color": BACKWARD_COLOR, "linestyle": "dashed", "linewidth": 1.0},
+    COMPUTE: {"color": LINE, "linestyle": "dotted", "linewidth": 1.2},
+}
+# By slot: where it lies beside its box, its colour (of Okabe and Ito), what the legend says of it.
+SLOTS: Mapping[str, tuple[float, float, str, str]] = {
+    VALUE: (-0.45, -0.5, "#56B4E9", "value"),
+    GRADIENT: (0.45, -0.5, "#F0E442", "gradient of a value"),
+    SAVED: (1.95, 0.0, "#009E73", "saved inside"),
+    "parameter": (-1.95, 0.0, "#0072B2", "parameters"),
+    WEIGHT_GRADIENT: (-2.65, 0.0, "#D55E00", "gradients of parameters"),
+    "optimizer": (-3.35, 0.0, "#CC79A7", "optimizer state, old versions"),
+    "buffer": (2.75, 0.0, "#999999", "buffers"),
+}
+
+
+def draw(path: str | Path, found: Dependencies, stages: Sequence[int], *, title: str) -> None:
+    """Draw the dependencies into a PNG; ``stages``: of each layer, its stage."""
+    save_picture(path, figure(drawing(found, stages), title=title))
+
+
+def figure(drawn: Drawing, *, title: str) -> Figure:
+    """Boxes in columns, the first stage on the left; arrows of three styles, and a legend."""
+    from matplotlib.figure import Figure
+
+    places = positions(drawn)
+    heads = {box.stage: place for box, place in reversed([*zip(drawn.boxes, places, strict=True)])}
+    last, deepest = max(x for x, _ in places), -min(y for _, y in places)
+    size = max(7.0, 5.2 * (last / PITCH + 1)), 2.2 + 0.62 * (deepest + 1)
+    picture = Figure(figsize=size, layout="constrained")
+    axes = picture.subplots()
+    axes.set_xlim(-4.3, last + 3.7)
+    axes.set_ylim(-deepest - 0.95, 1.5)
+    axes.axis("off")
+    for stage, (x, _) in heads.items():
+        axes.text(x, 1.15, f"stage {stage}", ha="center", va="center", fontsize=12, fontweight="bold")
+    centres = [_centre(circle, places) for circle in drawn.circles]
+    for arrow in drawn.arrows:
+        _draw_arrow(axes, arrow, places, centres)
+    _draw_boxes(axes, drawn, places)
+    _draw_circles(axes, drawn.circles, centres)
+    _draw_legend(picture)
+    picture.suptitle(title, fontsize=11, fontweight="bold")
+    return picture
+
+
+def _centre(circle: Circle, places: Sequence[Place]) -> Place:
+    """Beside its box; an input of the model lies over the box that reads it first."""
+    (x, y), (right, up, _, _) = places[circle.box], SLOTS[circle.slot]
+    return x + right, y + (-up if circle.is_input else up)
+
+
+def _draw_boxes(axes: Axes, drawn: Drawing, places: Sequence[Place]) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    for number, (box, (x, y)) in enumerate(zip(drawn.boxes, places, strict=True)):
+        look: Any = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": RANKS[box.stage % 2], "ec": LINE}
+        corner = (x - WIDE, y - HIGH)
+        axes.add_patch(FancyBboxPatch(corner, 2 * WIDE, 2 * HIGH, gid=f"box {number}", zorder=3, **look))
+        count = len(box.layers)
+        name = _fitting(box.name if count == 1 else f"{box.name} ({count})")
+        axes.text(x, y, name, ha="center", va="center", fontsize=7.5, family="monospace", zorder=4)
+
+
+def _fitting(name: str) -> str:
+    """A name short enough for its box; its end tells more than its start."""
+    return name if len(name) <= 22 else f"..{name[-20:]}"
+
+
+def _draw_circles(axes: Axes, circles: Sequence[Circle], centres: Sequence[Place]) -> None:
+    most = max((circle.num_bytes for circle in circles), default=1) or 1
+    sizes = [12 + 150 * math.sqrt(circle.num_bytes / most) for circle in circles]
+    axes.scatter(
+        [x for x, _ in centres],
+        [y for _, y in centres],
+        s=sizes,
+        c=[SLOTS[circle.slot][2] for circle in circles],
+        edgecolors=LINE,
+        linewidths=0.5,
+        zorder=4,
+    )
+    for circle, (x, y) in zip(circles, centres, strict=True):
+        right = circle.slot == GRADIENT
+        if circle.slot in (VALUE, GRADIENT):
+            side: Any = {"ha": "left" if right else "right", "va": "center"}
+            x = x + 0.16 if right else x - 0.16
+        else:
+            side, y = {"ha": "center", "va": "top"}, y - 0.14
+        axes.text(x, y, show_bytes(circle.num_bytes), fontsize=5.5, color=LINE, zorder=5, **side)
+
+
+def _draw_arrow(axes: Axes, arrow: Arrow, places: Sequence[Place], centres: Sequence[Place]) -> None:
+    """A slightly bent line, so that it hides neither its way back nor the boxes between its ends."""
+    from matplotlib.patches import FancyArrowPatch
+
+    head = places[arrow.box]
+    tail = _edge(places[arrow.circle], head) if arrow.style == COMPUTE else centres[arrow.circle]
+    ends = (tail, _edge(head, tail))
+    axes.add_patch(
+        FancyArrowPatch(
+            *(ends if arrow.enters else ends[::-1]),
+            arrowstyle="-|>",
+            connectionstyle=f"arc3,rad={0.08 if abs(tail[1] - head[1]) <= 1 else 0.2}",
+            mutation_scale=7,
+            zorder=2,
+            **STYLES[arrow.style],
+        )
+    )
+
+
+def _edge(box: Place, other: Place) -> Place:
+    """The point of a box's edge that looks at ``other``."""
+    (x, y), (right, up) = box, (other[0] - box[0], other[1] - box[1])
+    if abs(up) < HIGH:
+        return x + math.copysign(WIDE, right), y
+    return x + max(-WIDE, min(WIDE, right)), y + math.copysign(HIGH, up)
+
+
+def _draw_legend(picture: Figure) -> None:
+    from matplotlib.lines import Line2D
+
+    look: Any = {"linestyle": "none", "marker": "o", "markersize": 6, "markeredgecolor": LINE}
+    lines = [Line2D([], [], label=name, **style) for name, style in STYLES.items()]
+    dots = [Line2D([], [], label=name, markerfacecolor=color, **look) for _, _, color, name in SLOTS.values()]
+    picture.legend(handles=[*lines, *dots], loc="outside lower center", ncols=5, frameon=False, fontsize=8)

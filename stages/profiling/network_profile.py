@@ -1,0 +1,157 @@
+"""Profile: what was measured of a network, as data: a plan is made from it, without the model.
+
+Intermediate data of a step is part of it: every storage that autograd keeps for a backward, as it was
+seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...compression.errors import PlanError
+from ..files import save_json
+from ..memory.byte_budget import NEAR
+from ..plan.memory_model import NEIGHBOURS
+from ..record import IN_PROCESS, json_fields, load_json, read, reduced
+from ..tracing.capture.signature import Signature
+
+FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER = (
+    "feature map",
+    "index",
+    "mask",
+    "statistic",
+    "cast",
+    "other",
+)
+KINDS = (FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER)
+"""Kinds of intermediates: a feature map; integers, such as where a pooling found its maximum; a mask, of
+bits or of a dropout; numbers of a normalization, fewer than the layer's values; a parameter's copy in the
+dtype of autocast; none of these."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Intermediate:
+    """One storage that layers save for their backward: ``num_bytes`` of it, and its first tensor's shape.
+
+    ``maker``: the layer that made it, -1 for an input; ``savers``: the layers that saved it, ascending, by
+    which it is saved first at the forward of the first, and read last at the backward of the same. ``order``:
+    its place among what that layer saved first. ``value``: the value that lies in it, "" for none.
+    ``readers``: nodes of the backward that read it. ``zeros``: the share of its elements that are zero."""
+
+    maker: int
+    savers: tuple[int, ...]
+    order: int
+    value: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    readers: int
+    zeros: float
+
+    @property
+    def layer(self) -> int:
+        """The layer that saved it first: its bytes count there."""
+        return self.savers[0]
+
+    @property
+    def inside(self) -> bool:
+        """Whether it depends on one layer alone: nobody else made it, and nobody else saved it."""
+        return self.savers == (self.maker,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One layer: seconds per micro-batch, parameters it is the first to use, bytes kept for its backward, and
+    what is left of these without their zeros; None where nobody looked."""
+
+    name: str
+    module: str
+    forward_seconds: float
+    backward_seconds: float
+    parameters: tuple[str, ...]
+    num_parameters: int
+    parameter_bytes: int
+    saved_bytes: int
+    packed_bytes: int | None = None
+
+
+def sizes_of(layers: Sequence[LayerProfile]) -> dict[str, int]:
+    """Bytes of these layers: their parameters, what a micro-batch saves, what of that is left packed, the
+    parameters of the layer that has most and of neighbours that do, and the most that near layers save."""
+    sizes = [
+        (x.parameter_bytes, x.saved_bytes, x.saved_bytes if x.packed_bytes is None else x.packed_bytes)
+        for x in layers
+    ]
+    sums = dict(zip(("parameters", "saved", "packed"), map(sum, zip(*sizes, strict=True)), strict=True))
+    parameters, saved = ([size[n] for size in sizes] for n in (0, 1))
+    most = {"near": _most(saved, NEAR + 1), "neighbours": _most([p for p in parameters if p], NEIGHBOURS)}
+    return sums | most | {"largest": max(parameters)}
+
+
+def _most(sizes: Sequence[int], length: int) -> int:
+    """The most that so many have together which follow each other."""
+    return max((sum(sizes[first : first + length]) for first in range(len(sizes))), default=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueProfile:
+    """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``.
+
+    ``contributions``: how many gradients are added up for it, 0 where nobody looked."""
+
+    name: str
+    producer: int
+    users: tuple[int, ...]
+    num_bytes: int
+    requires_grad: bool
+    zero_fraction: float
+    contributions: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Measurements that a plan is made from: the layers and values of one micro-batch, and where not to cut.
+
+    ``refused``: for a layer's number, why the model must not be cut behind it. ``signature``: how the model
+    is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
+    request or need. ``intermediates``: every storage that layers save, in the order of saving;
+    ``backward_reads``: for a layer's number, the parameters and buffers that its backward reads. A profile
+    that does not know has neither. ``graph``: the LayerGraph that was measured, in this process only."""
+
+    layers: tuple[LayerProfile, ...]
+    values: tuple[ValueProfile, ...]
+    refused: dict[int, str]
+    fingerprint: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    input_dtypes: tuple[str, ...]
+    num_samples: int
+    threads: int
+    device: str
+    torch: str
+    signature: Signature | None = None
+    leaves: tuple[str, ...] = ()
+    intermediates: tuple[Intermediate, ...] = ()
+    backward_reads: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduced(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
+        data = {"penstock_profile": 1, **json_fields(self)}
+        save_json(path, data, indent=1)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile; raises PlanError, and nothing else, for a missing, damaged or other file."""
+        data = load_json(path, "profile")
+        if not isinstance(data, dict) or data.pop("penstock_profile", None) != 1:
+            raise PlanError(
+                f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again"
+            )
+        return read(cls, data, "profile")

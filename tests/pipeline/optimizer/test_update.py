@@ -1,0 +1,155 @@
+"""The update: rounds of all stages, steps of one stage, what a clip and an overflow reach, and refusals."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import OPTIMIZERS, Case, plan_of
+from torch import nn
+from zoo import build, cross_entropy
+
+import penstock
+from penstock.pipeline.distributed.process_group import World
+from penstock.pipeline.optimizer.update import Update
+
+
+class Log:
+    """A policy of the weights that writes down what is asked of it, and hands out gradients."""
+
+    num_live, num_bytes = 1, 0
+
+    def __init__(self, log, stage, parameters, gradients):
+        self.log, self.stage = log, stage
+        self.parameters, self.gradients = parameters, list(gradients)
+
+    def bind(self, optimizer):
+        self.log.append(f"bind {self.stage}")
+
+    def due(self):
+        self.log.append(f"due {self.stage}")
+        gradient = self.gradients.pop(0)
+        for parameter in self.parameters:
+            parameter.grad = gradient.clone()
+
+    @contextlib.contextmanager
+    def update(self):
+        self.log.append(f"update {self.stage}")
+        yield
+        self.log.append(f"updated {self.stage}")
+
+
+def made(gradients, **settings):
+    """An Update of two stages with one parameter each, its log, and what its SGD of rate 1 wrote."""
+    log, parameters = [], [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    weights: Any = {s: Log(log, s, parameters[s : s + 1], gradients[s]) for s in range(2)}
+    settings = {"clip": None, "scheduler": None, **settings}
+    update = Update(
+        world=World.alone(),
+        parameters={s: [(f"p{s}", parameters[s])] for s in range(2)},
+        owner={f"p{s}": 0 for s in range(2)},
+        every=[(f"p{s}", parameters[s]) for s in range(2)],
+        weights=weights,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+        **settings,
+    )
+    return update, log, parameters
+
+
+def written(parameters):
+    return [parameter.item() for parameter in parameters]
+
+
+def of(*values):
+    return [torch.tensor([float(value)]) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gradients", "stages", "expected"),
+    [
+        ({"clip": 0.5}, [of(3, 30), of(4, 40)], (0, 1, 1, 0), [-0.6, -0.8]),  # norms 5 and 50
+        ({"clip": 5.0}, [of(3, 0.3), of(4, 0.4)], (0, 1, 0, 1), [-3.3, -4.4]),  # only the first is too large
+        ({"clip": 0.5, "scope": "stage"}, [of(3), of(4)], (0, 1), [-0.5, -0.5]),
+    ],
+)
+def test_a_round_is_clipped_by_its_own_norm_or_each_stage_by_its_own(settings, gradients, stages, expected):
+    update, _, parameters = made(gradients, **settings)
+    for stage in stages:
+        update.step(stage)
+    assert written(parameters) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_first_update_of_a_round_finds_the_gradients_of_all_stages():
+    update, log, _ = made([of(3, 30), of(4, 40)], clip=0.5)
+    for stage in (0, 1, 1, 0):  # another stage opens the second round
+        update.step(stage)
+    assert log == [
+        *("bind 0", "bind 1", "due 0", "due 1", "update 0", "updated 0", "update 1", "updated 1"),
+        *("due 0", "due 1", "update 1", "updated 1", "update 0", "updated 0"),
+    ]
+
+
+def test_without_rounds_every_update_is_a_step_of_its_own():
+    update, log, parameters = made([of(3), of(4, 40)], clip=0.5, scope="stage", together=False)
+    for stage in (1, 1, 0):
+        update.step(stage)
+    assert log[2:] == [line for s in (1, 1, 0) for line in (f"due {s}", f"update {s}", f"updated {s}")]
+    assert written(parameters) == pytest.approx([-0.5, -1.0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("together", "expected"), [(True, [-2.0, -2.0]), (False, [-3.0, -2.0])])
+def test_an_overflow_skips_its_round_or_its_own_update(together, expected):
+    update, log, parameters = made(
+        [of(4, 8), of(float("inf"), 8)],
+        scaler=4.0,
+        together=together,
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=1.0),
+    )
+    ticks = []
+    for _ in range(2):
+        for stage in (0, 1):
+            update.step(stage)
+        assert update.scheduler is not None
+        ticks.append([*update.scheduler.num_steps.values()])
+    assert ticks == ([[0, 0], [1, 1]] if together else [[1, 0], [2, 1]])
+    assert log.count("update 1") == 2  # it counts as an update of the versions
+    assert written(parameters) == expected
+
+
+def test_a_skipped_round_is_one_for_every_stage_and_its_clip():
+    """The plain loop clips what overflowed too: what people read in ``.grad`` is the same."""
+    update, _, parameters = made([of(4), of(float("inf"))], scaler=4.0, clip=1.0)
+    update.step(0)
+    update.step(1)
+    assert update.skipped
+    assert [str(float(torch.as_tensor(parameter.grad))) for parameter in parameters] == ["0.0", "nan"]
+
+
+def test_gradients_can_be_read_until_the_next_step_and_start_from_none():
+    plan, _ = plan_of(Case(model="mlp", cuts=3))
+    model, ((x, y), *_) = build("mlp")
+    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
+    pipe.step(x, y)
+    assert all(p.grad is not None for p in model.parameters())
+    pipe.update.begin()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"clip": 1.0}, "no moment at which all stages hold the same step; take clip_scope=stage"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "give scaler a number, such as 1024"),
+        ({"clip": 1.0, "clip_scope": "rank"}, "clip_scope is one of global, stage, found 'rank'"),
+        ({"clip": 1.0, "clip_scope": "stage", "scaler": 2.0}, ""),
+        ({"scaler": torch.amp.GradScaler("cpu", enabled=False)}, ""),
+    ],
+)
+def test_without_a_flush_nothing_is_asked_of_all_stages_at_once(given, told):
+    plan, _ = plan_of(Case(model="mlp", cuts=3))
+    plan = dataclasses.replace(plan, schedule="async_1f1b", weights="stashed")
+    model, _ = build("mlp")
+    refused = pytest.raises(penstock.PlanError, match=told) if told else contextlib.nullcontext()
+    with refused:
+        penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], **given)

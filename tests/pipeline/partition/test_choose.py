@@ -1,0 +1,168 @@
+"""Tiers of a plan that leaves them open, and the meaning of a share of the memory."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from profiles import layer_of, profile_of, profiles, value_of
+
+from penstock import PlanError, partition
+from penstock.stages.plan.memory_model import copies
+from penstock.stages.profiling.network_profile import Profile, sizes_of
+
+OPEN: dict[str, Any] = {"tier": "auto", "parameters_tier": "auto", "disk_rate": 1e9, "optimizer_state": 1.0}
+KIB = 1024
+
+
+def net(
+    *, saved: int = 100 * KIB, size: int = 10 * KIB, packed: int | None = None, depth: int = 24
+) -> Profile:
+    layers = [
+        layer_of(f"l{i}", forward=5, backward=10, size=size, saved=saved, packed=packed) for i in range(depth)
+    ]
+    return profile_of(layers, [value_of(i, [i + 1], 4 * KIB) for i in range(-1, depth)])
+
+
+def chosen(profile: Profile, memory: int | str | None, **options):
+    plan = partition(profile, stages=1, micro_batches=4, schedule="gpipe", memory=memory, **OPEN | options)
+    (stage,) = plan.stages
+    return stage.tier, stage.parameters_tier, stage.recompute
+
+
+FITS = ("device", "device", False)
+ON_GPU = dataclasses.replace(net(saved=KIB, size=500 * KIB), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("profile", "memory", "options", "expected"),
+    [
+        # nothing is moved where all fits or nothing limits
+        (net(), None, {}, FITS),
+        (net(), "1GiB", {}, FITS),
+        (net(), "100%", {}, FITS),
+        # the cheapest that fits; a slow disk is worse than a second forward
+        (net(packed=20 * KIB), "60%", {}, ("packed", "device", False)),
+        (net(packed=90 * KIB), "60%", {}, ("disk", "device", False)),
+        (net(saved=1 * KIB, size=500 * KIB), "50%", {}, ("device", "disk", False)),
+        (net(size=100 * KIB), "25%", {}, ("disk", "disk", False)),
+        (net(packed=90 * KIB), "60%", {"disk_rate": 1e6}, ("device", "device", True)),
+        (net(packed=90 * KIB), "60%", {"disk_rate": 0}, ("device", "device", True)),
+        # what a person fixed stays
+        (net(packed=20 * KIB), "60%", {"tier": "disk"}, ("disk", "device", False)),
+        (net(packed=20 * KIB), "60%", {"parameters_tier": "disk"}, (None, "disk", None)),
+        (net(), None, {"recompute": True}, ("device", "device", True)),
+        (net(), "60%", {"recompute": True}, (None, None, True)),
+        # on a GPU parameters go to host memory first
+        (ON_GPU, "50%", {}, ("device", "host", False)),
+    ],
+)
+def test_the_cheapest_that_fits_is_taken(profile, memory, options, expected):
+    found = chosen(profile, memory, **options)
+    assert all(want in (None, got) for want, got in zip(expected, found, strict=True))
+
+
+def with_room(num_bytes: int) -> int:
+    """The least budget of which so many are left beside the margin, and the eighth that no plan fills."""
+    least = num_bytes * 840 // 695 - 10  # of which 100 / 105 - 1 / 8 remain
+    return next(n for n in itertools.count(least) if n * 100 // 105 - n // 8 >= num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("tier", "saved", "room", "expected"),
+    [
+        ("device", KIB, 60 * KIB, 20 * KIB),  # weights, gradients, momentum
+        ("disk", KIB, 60 * KIB, 10 * KIB),  # half of the room is for saved tensors
+        ("device", KIB, 3 * KIB - 1, KIB - 1),
+        ("device", KIB, 1 << 30, 24 * 10 * KIB),  # all there are
+    ],
+)
+def test_parameters_stay_as_far_as_there_is_room(tier, saved, room, expected):
+    options = {"stages": 1, "micro_batches": 4, "schedule": "gpipe", "tier": tier, "parameters_tier": "disk"}
+    (least,) = partition(net(saved=saved), **options).stages
+    memory = with_room(least.memory_bytes + room)
+    (stage,) = partition(net(saved=saved), memory=memory, **options).stages
+    assert (least.staying_bytes, stage.staying_bytes) == (0, expected)
+    assert stage.memory_bytes == least.memory_bytes + 3 * expected
+
+
+def test_stages_of_a_rank_share_what_room_there_is():
+    options = {"stages": 2, "ranks": 1, "micro_batches": 4, "parameters_tier": "disk"}
+    least = sum(stage.memory_bytes for stage in partition(net(), **options).stages)
+    plan = partition(net(), memory=with_room(least + 450 * KIB), **options)
+    assert [stage.staying_bytes for stage in plan.stages] == [120 * KIB, 30 * KIB]
+
+
+def test_a_share_is_that_of_what_is_held_when_nothing_moves():
+    kept = partition(net(), stages=2, micro_batches=4)
+    whole = max(stage.memory_bytes for stage in kept.stages)
+    assert partition(net(), stages=2, micro_batches=4, memory="50%", **OPEN).memory == round(whole * 1.05 / 2)
+
+
+def test_below_the_least_feasible_it_is_refused_with_that_figure():
+    with pytest.raises(PlanError, match=r"^memory=5% .*smallest budget that does is memory=(\d+)") as told:
+        chosen(net(), "5%")
+    needed = int(str(told.value).partition("does is memory=")[2].partition(" ")[0])
+    assert chosen(net(), needed)[1] == "disk"
+    with pytest.raises(PlanError, match="smallest budget"):
+        chosen(net(), needed - 1)
+
+
+def test_what_does_not_suit_the_schedule_is_no_choice():
+    options: dict[str, Any] = {"stages": 2, "schedule": "async_1f1b", "weights": "stashed"}
+    options["micro_batches"] = 4
+    plan = partition(net(size=200 * KIB), memory="85%", **OPEN | options)
+    assert {stage.parameters_tier for stage in plan.stages} == {"device"}
+    fixed: dict[str, Any] = {"parameters_tier": "disk"}
+    with pytest.raises(PlanError, match="a mirror has one version"):
+        partition(net(), memory="70%", **OPEN | options | fixed)
+
+
+def test_what_is_no_share_is_refused():
+    for share in ("0%", "101%", "x%", "-5%", "%"):
+        with pytest.raises(PlanError, match="is not a share above 0% and up to 100%"):
+            chosen(net(), share)
+
+
+@given(profiles(), st.integers(1, 3), st.sampled_from(["device", "packed", "disk"]), st.booleans())
+def test_the_least_budget_is_that_of_brute_force(profile, stages, tier, again):
+    options = {"micro_batches": 4, "schedule": "gpipe", "parameters_tier": "disk", "recompute": again}
+    options["tier"] = "device" if again else tier
+    names = [layer.name for layer in profile.layers]
+    legal = [name for place, name in enumerate(names[:-1]) if place not in profile.refused]
+    assume(len(legal) >= stages - 1)
+    ways = [{"cuts": list(cuts)} for cuts in itertools.combinations(legal, stages - 1)]
+    plans = [partition(profile, **way, **options) for way in (ways if stages > 1 else [{"stages": 1}])]
+    least = min(max(stage.memory_bytes for stage in plan.stages) for plan in plans)
+    assume(least > 1)
+    needed = -(-least * 105 // 100)
+    plan = partition(profile, stages=stages, memory=needed, **options)
+    assert max(stage.memory_bytes for stage in plan.stages) <= least
+    with pytest.raises(PlanError, match=f"smallest budget that does is memory={needed} "):
+        partition(profile, stages=stages, memory=needed - 1, **options)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_a_layout_of_a_schedule_says_a_budget_that_does(schedule):
+    options = {"stages": 4, "ranks": 2, "micro_batches": 4, "schedule": schedule}
+    with pytest.raises(PlanError, match="; a budget that does is memory=") as told:
+        partition(net(), memory="5%", **OPEN | options)
+    needed = int(str(told.value).partition("does is memory=")[2].partition(" ")[0])
+    assert partition(net(), memory=needed, **OPEN | options).memory == needed
+
+
+@given(profiles(), st.integers(1, 3), st.sampled_from(["packed", "disk"]))
+def test_a_stage_is_counted_as_its_own_layers_are(profile, stages, tier):
+    """The search counts near layers by sums made once; whoever has the layers counts them again."""
+    options = {"micro_batches": 4, "schedule": "gpipe", "tier": tier, "parameters_tier": "disk"}
+    legal = [p for p in range(len(profile.layers) - 1) if p not in profile.refused]
+    assume(len(legal) >= stages - 1)
+    plan = partition(profile, stages=stages, **options)
+    layers = {layer.name: layer for layer in profile.layers}
+    for stage in plan.stages:
+        sizes = sizes_of([layers[name] for name in stage.layers])
+        there = copies(4, tier=tier, parameters_tier="disk", device=profile.device)
+        assert stage.memory_bytes == there.of(**sizes)
+        assert stage.near_bytes == sizes["near"]

@@ -1,0 +1,269 @@
+import itertools
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import MS, NET, layer_of, profile_of, profiles, value_of
+
+from penstock.compression.errors import CodecError, PlanError, ScheduleError
+from penstock.pipeline.partition.partition import partition
+from penstock.pipeline.schedules import SCHEDULES
+from penstock.pipeline.schedules.live import live_micro_batches
+from penstock.stages.plan.plan import Plan
+
+
+def crossed(profile, position):
+    """The values that pass a cut in front of a layer."""
+    return [v for v in profile.values if max(v.producer, -1) < position <= max(v.users, default=-1)]
+
+
+def crossing(profile, position):
+    """Bytes forward and backward over a cut in front of a layer, value by value."""
+    values = crossed(profile, position)
+    return sum(v.num_bytes for v in values), sum(v.num_bytes for v in values if v.requires_grad)
+
+
+def weight(profile, cuts):
+    """Tie-breakers: bytes, bytes that are not zero, cuts before their values are finished."""
+    return (
+        sum(sum(crossing(profile, cut)) for cut in cuts),
+        sum(round(v.num_bytes * (1 - v.zero_fraction)) for cut in cuts for v in crossed(profile, cut)),
+        sum(crossed(profile, cut) == crossed(profile, cut + 1) for cut in cuts),
+    )
+
+
+def milliseconds(layers):
+    return round(sum(layer.forward_seconds + layer.backward_seconds for layer in layers) / MS)
+
+
+def memory_of(layers, flights):
+    return sum(3 * layer.parameter_bytes + flights * layer.saved_bytes for layer in layers)
+
+
+def best_of(profile, all_cuts, cost):
+    """Weight and cost of the cuts that the planner's words mean: of those within 5 % of the cheapest the
+    lightest, then the cheapest; None where none has a cost."""
+    costs = {cuts: found for cuts in all_cuts if (found := cost(cuts)) is not None}
+    least = min(costs.values(), default=0)
+    near = [cuts for cuts, found in costs.items() if 100 * found <= 105 * least]
+    return min(((*weight(profile, cuts), costs[cuts]) for cuts in near), default=None)
+
+
+def legal_cuts(profile, parts):
+    places = [p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused]
+    return itertools.combinations(places, parts - 1)
+
+
+def parts_between(profile, cuts):
+    return [profile.layers[a:b] for a, b in pairwise((0, *cuts, len(profile.layers)))]
+
+
+def brute_force(profile, ranks, *, flights, bytes_per_ms=None, budget=None):
+    """Weight, and cost of the costliest rank in ms, of the best of all legal cuts, or None."""
+
+    def cost(cuts):
+        parts = parts_between(profile, cuts)
+        memories = [memory_of(part, flight) for part, flight in zip(parts, flights, strict=True)]
+        if budget is not None and 1.05 * max(memories) > budget + 1e-9:
+            return None
+        over = [max(crossing(profile, cut)) / bytes_per_ms for cut in cuts if bytes_per_ms is not None]
+        return max([*map(milliseconds, parts), *over])
+
+    return best_of(profile, legal_cuts(profile, ranks), cost)
+
+
+def cuts_of(plan):
+    return [*itertools.accumulate(len(stage.layers) for stage in plan.stages)][:-1]
+
+
+def value_of_plan(profile, cuts, bytes_per_ms=None):
+    """The numbers that ``brute_force`` minimises, of the cuts of a plan."""
+    over = [max(crossing(profile, cut)) / bytes_per_ms for cut in cuts if bytes_per_ms is not None]
+    return *weight(profile, cuts), max([*map(milliseconds, parts_between(profile, cuts)), *over])
+
+
+@given(
+    profiles(),
+    st.integers(1, 5),
+    st.sampled_from([None, 1, 2]),
+    st.none() | st.integers(1, 60),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.integers(1, 4),
+    st.integers(0, 2),
+)
+def test_the_plan_is_as_good_as_brute_force(
+    profile, stages, bytes_per_ms, budget, schedule, micro_batches, extra
+):
+    num_legal = len([p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused])
+    extra = extra if schedule == "1f1b" else 0
+    alone = [[stage] for stage in range(stages)]
+    flights = live_micro_batches(SCHEDULES[schedule](alone, micro_batches, extra_in_flight=extra))
+    best = brute_force(profile, stages, flights=flights, bytes_per_ms=bytes_per_ms, budget=budget)
+    arguments = {
+        "stages": stages, "schedule": schedule, "micro_batches": micro_batches, "extra_in_flight": extra,
+        "link": None if bytes_per_ms is None else 8000 * bytes_per_ms,
+    }  # fmt: skip
+    if best is None:
+        with pytest.raises(PlanError) as error:
+            partition(profile, **arguments, memory=budget)
+        if stages - 1 <= num_legal:  # then only memory is short, and the error names what would do
+            needed = int(str(error.value).split("is memory=")[1].split()[0])
+            assert brute_force(profile, stages, flights=flights, budget=needed - 1) is None
+            assert partition(profile, **arguments, memory=needed).num_stages == stages
+        return
+    plan = partition(profile, **arguments, memory=budget)
+    assert value_of_plan(profile, cuts_of(plan), bytes_per_ms) == best
+    names = [layer.name for layer in profile.layers]
+    assert [name for stage in plan.stages for name in stage.layers] == names
+
+
+BUDGETS = st.none() | st.integers(5, 60)
+
+
+@given(profiles(), st.integers(1, 5), st.integers(1, 3), st.sampled_from([None, 1]), BUDGETS)
+def test_several_stages_a_rank_are_as_good_as_brute_force_twice(profile, stages, ranks, bytes_per_ms, budget):
+    legal = [p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused]
+    if not ranks <= stages <= len(legal) + 1:
+        return
+    flights = [min(3, ranks - rank) for rank in range(ranks)]
+    best = brute_force(profile, ranks, flights=flights, bytes_per_ms=bytes_per_ms, budget=budget)
+    if best is None:
+        return
+    link = None if bytes_per_ms is None else 8000
+    plan = partition(profile, stages=stages, ranks=ranks, micro_batches=3, link=link, memory=budget)
+    assert (plan.num_stages, plan.num_ranks) == (stages, ranks)
+    cuts = cuts_of(plan)
+    rank_cuts = [cut for cut, (one, other) in zip(cuts, pairwise(plan.ranks), strict=True) if one != other]
+    assert value_of_plan(profile, rank_cuts, bytes_per_ms) == best
+    inner = [cut for cut in legal_cuts(profile, stages) if set(rank_cuts) <= set(cut)]
+    slowest = best_of(profile, inner, lambda cut: max(map(milliseconds, parts_between(profile, cut))))
+    assert value_of_plan(profile, cuts) == slowest
+
+
+def test_a_slow_link_moves_the_cut_to_where_less_passes():
+    sizes = 10, 100_000, 10
+    net = profile_of(
+        [layer_of(f"l{i}") for i in range(4)], [value_of(i, [i + 1], size) for i, size in enumerate(sizes)]
+    )
+    assert cuts_of(partition(net, stages=2)) == [2]
+    assert cuts_of(partition(net, stages=2, link="8Mbit")) == [1]
+
+
+def test_predictions_of_a_stage():
+    plan = partition(NET, cuts=["layer1.0"], micro_batches=8)
+    first, second = plan.stages
+    assert first.layers == ("conv1", "layer1_0_conv", "layer1_0_relu")
+    assert first.parameters == ("conv1.weight", "layer1_0_conv.weight")
+    assert (first.forward_seconds, first.backward_seconds) == pytest.approx((3 * MS, 6 * MS))
+    assert first.memory_bytes == 3 * 1200
+    assert (first.bytes_forward, first.bytes_backward) == (1000, 1000)
+    assert (second.bytes_forward, second.bytes_backward) == (0, 0)
+    assert (plan.fingerprint, plan.input_shapes, plan.codec) == ("ab12", ((16, 8),), "auto")
+
+
+def test_a_value_that_skips_over_a_stage_passes_every_cut_between():
+    net = profile_of(
+        [layer_of(f"l{i}") for i in range(4)],
+        [value_of(0, [1, 3], 10), value_of(1, [2], 1, requires_grad=False)],
+    )
+    assert [(s.bytes_forward, s.bytes_backward) for s in partition(net, stages=4).stages] == [
+        (10, 10), (11, 10), (10, 10), (0, 0),
+    ]  # fmt: skip
+
+
+def test_cuts_are_layers_or_modules():
+    assert partition(NET, cuts=["layer1"]).cuts == ("add",)
+    assert partition(NET, cuts=["layer1.0", "layer10"]).cuts == ("layer1_0_relu", "layer10_conv")
+    assert partition(NET, cuts=("conv1", "add", "flatten"), ranks=2).ranks == (0, 0, 1, 1)
+
+
+def test_ranks_and_stages_stand_for_each_other():
+    assert partition(NET, ranks=3).num_stages == 3
+    assert partition(NET, stages=3).num_ranks == 3
+    assert partition(NET, stages=2, cuts=["conv1"]).num_stages == 2
+    assert partition(NET, stages=1).cuts == ()
+
+
+def test_a_number_of_replicas_is_that_of_every_stage_and_a_list_has_one_for_each(tmp_path):
+    plan = partition(NET, ranks=4, replicas=2, codec="raw")
+    assert [stage.ranks for stage in plan.stages] == [(0, 1), (2, 3)]
+    assert plan == partition(NET, stages=2, replicas=2, codec="raw")
+    assert (plan.replicas, plan.num_ranks, plan.exact) == ((2, 2), 4, False)
+    assert [plan.rank_of(stage, m) for stage in range(2) for m in range(4)] == [0, 1, 0, 1, 2, 3, 2, 3]
+    plan = partition(NET, replicas=[2, 1], exact=True, codec="raw")
+    assert [stage.ranks for stage in plan.stages] == [(0, 1), (2,)]
+    assert "replicas [2, 1] that add as one" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    plan = partition(NET, replicas=[3, 1], codec="raw")
+    assert [len(stage.layers) for stage in plan.stages] == [6, 2]  # evenly loaded
+
+
+def test_memory_has_the_buffers_of_the_exchange():
+    def parameters(**options):  # what the budget counts without what micro-batches save: NET saves nothing
+        return partition(NET, stages=1, codec="raw", micro_batches=8, **options).stages[0].memory_bytes
+
+    alone = parameters() // 3
+    assert parameters(replicas=2) == 4 * alone
+    assert parameters(replicas=2, exact=True) == (3 + 4 + 1) * alone
+
+
+@pytest.mark.parametrize(
+    ("options", "subject"),
+    [
+        ({"stages": 1000}, "1000 stages .* has 8; lower stages or ranks"),
+        ({"stages": 8}, r"8 stages need 7 cuts, the model allows 6 \(two tensors of one"),
+        ({"stages": 0}, "stages=0"),
+        ({"ranks": 0}, "ranks=0"),
+        ({"stages": 2, "micro_batches": 0}, "micro_batches=0"),
+        ({"stages": 2, "extra_in_flight": -1}, "extra_in_flight=-1"),
+        ({"stages": 2, "extra_in_flight": None}, '"auto", found None'),
+        ({"stages": 2, "ranks": 99}, "ranks=99 for 2 stages"),
+        ({"cuts": ["conv1"], "ranks": 3}, "ranks=3 for 2 stages"),
+        ({}, "say stages=2"),
+        ({"stages": 4, "cuts": ["conv1"]}, "1 cuts make 2 stages, found stages=4"),
+        ({"cuts": "conv1"}, r"found 'conv1'; write \['conv1'\]"),
+        ({"cuts": ["layer1_0_rleu"]}, "layer1_0_rleu; close ones are layer1_0_relu"),
+        ({"cuts": ["layer1.7"]}, "layer1.7; close ones are"),
+        ({"cuts": ["zzz"]}, "zzz; the layers run from conv1 to fc"),
+        ({"cuts": [""]}, "the layers run from conv1 to fc"),
+        ({"cuts": ["layer1_1_conv"]}, "layer1_1_conv .*two tensors .*nearest: layer1_0_relu or add"),
+        ({"cuts": ["add", "conv1"]}, "conv1 behind add"),
+        ({"cuts": ["layer1", "add"]}, "cuts layer1 and add are one place"),
+        ({"cuts": ["fc"]}, "ends with the last layer fc"),
+        ({"stages": 2, "link": "fast"}, "link=fast"),
+        ({"stages": 2, "memory": "2GB!"}, "memory=2GB!"),
+        ({"stages": 2, "memory": "1kB"}, "memory=1kB on each of 2 .* is memory=3906 "),
+        ({"stages": 2, "codec": "zip"}, "zip"),
+        ({"stages": 3, "replicas": [2, 1]}, "2 stages, found 3 stages"),
+        ({"cuts": ["conv1"], "replicas": [2]}, "1 stages, found 2 stages"),
+        ({"replicas": []}, "found 0 stages|has a number for each"),
+        ({"ranks": 3, "replicas": 2}, "multiple of 2 ranks, found ranks=3"),
+        ({"stages": 2, "ranks": 2, "replicas": 2}, r"ranks=2 for replicas \[2, 2\]; take ranks=4"),
+        ({"stages": 2, "replicas": 0}, '"auto", found 0'),
+        ({"stages": 1, "replicas": 3, "micro_batches": 2}, "3 replicas and micro_batches=2"),
+        ({"stages": 2, "replicas": 2, "schedule": "async_1f1b"}, "no moment at which they could"),
+        ({"stages": 2, "replicas": 2, "weights": "double_buffered"}, "weights=double_buffered"),
+        ({"stages": 2, "replicas": 2, "schedule": "zb_h1"}, "under gpipe and 1f1b"),
+        ({"stages": 2, "replicas": 2, "parameters_tier": "host"}, "parameters on the device"),
+        ({"stages": 2, "replicas": "auto"}, "found none; say ranks=4"),
+        ({"replicas": "auto"}, "found none; say ranks=4"),
+        ({"replicas": "auto", "ranks": 2, "stages": 3}, "ranks=2 for 3 stages; raise ranks to 3"),
+        ({"replicas": "auto", "ranks": 1, "cuts": ["conv1"]}, "ranks=1 for 2 stages"),
+        ({"replicas": "auto", "ranks": 4, "cuts": ["conv1"], "stages": 3}, "2 stages, found stages=3"),
+        ({"replicas": "auto", "ranks": 4, "schedule": "zb_h1"}, "replicas=auto with schedule=zb_h1"),
+        ({"replicas": "auto", "ranks": 4, "schedule": "async_1f1b"}, "replicas=auto; take schedule=1f1b"),
+        ({"replicas": 2, "ranks": 4, "idle": True}, "idle=True leaves out ranks"),
+        ({"stages": 2, "extra_in_flight": 1, "schedule": "gpipe"}, "gpipe has every micro-batch in flight"),
+        ({"stages": 2, "schedule": "zigzag"}, "schedule=zigzag is not known"),
+        (
+            {"schedule": "custom", "program": ("0F0 0B0", "1F0 1B0"), "stages": 2, "micro_batches": 3},
+            "micro_batches=3 and 1 in the lines",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options, subject):
+    raw = {"codec": "raw"} if "replicas" in options else {}
+    with pytest.raises((PlanError, CodecError, ScheduleError), match=subject):
+        partition(NET, **raw | options)

@@ -1,0 +1,86 @@
+"""Policies of the weights and the schedules that they suit: the whole product, held against a list by
+hand.
+"""
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+from profiles import NET
+
+from penstock import PlanError, partition
+from penstock.stages.plan.validation import check_again, check_mirror, check_versions, streams
+from penstock.stages.weight_versions.policies import POLICIES
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev", "async_1f1b", "custom")
+
+
+def check(**given):
+    fine = {"num_stages": 3, "micro_batches": 3, "extra_in_flight": 0, "prediction": False}
+    check_versions(**{"schedule": "1f1b", "weights": "latest", **fine, **given})
+
+
+def test_only_these_go_together():
+    accepted = set()
+    for schedule, weights, prediction in itertools.product(SCHEDULES, POLICIES, (False, True)):
+        with contextlib.suppress(PlanError):
+            check(schedule=schedule, weights=weights, prediction=prediction)
+            accepted.add((schedule, weights, prediction))
+    assert accepted == {
+        *((schedule, "latest", False) for schedule in SCHEDULES),
+        ("async_1f1b", "stashed", False),
+        ("async_1f1b", "vertical_sync", False),
+        ("async_1f1b", "latest", True),
+        ("async_1f1b", "stashed", True),
+        ("1f1b", "double_buffered", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"weights": "newest"}, "latest, stashed, vertical_sync, double_buffered, found 'newest'"),
+        ({"weights": "stashed"}, "^weights=stashed .* schedule=1f1b"),
+        ({"prediction": True}, "^prediction=true .* schedule=async_1f1b"),
+        ({"schedule": "async_1f1b", "weights": "vertical_sync", "prediction": True}, "and so does"),
+        ({"schedule": "gpipe", "weights": "double_buffered"}, "take schedule=1f1b"),
+        ({"weights": "double_buffered", "prediction": True}, "weights=latest or weights=stashed"),
+        ({"weights": "double_buffered", "micro_batches": 2}, "raise micro_batches to 3"),
+        ({"weights": "double_buffered", "extra_in_flight": 1}, "^weights=double_.* extra_in_flight=1"),
+        ({"schedule": "async_1f1b", "extra_in_flight": 2}, "^schedule=async_1f1b .* extra_in_flight=2"),
+    ],
+)
+def test_what_does_not_is_refused_by_name(given, told):
+    with pytest.raises(PlanError, match=told):
+        check(**given)
+
+
+@pytest.mark.parametrize(("schedule", "weights"), [("async_1f1b", "latest"), ("1f1b", "double_buffered")])
+def test_a_mirror_has_one_version_of_the_parameters(schedule, weights):
+    asked = "schedule=async_1f1b" if weights == "latest" else "weights=double_buffered"
+    check_mirror(schedule=schedule, weights=weights, parameters_tier="device")
+    with pytest.raises(PlanError, match=f"{asked} reads several at a time"):
+        check_mirror(schedule=schedule, weights=weights, parameters_tier="host")
+
+
+def test_a_second_forward_sees_the_weights_of_the_first():
+    check_again(weights="stashed", prediction=False)
+    for weights, prediction in (("latest", False), ("stashed", True)):
+        with pytest.raises(PlanError, match=r"weights of the first time.*recompute=false"):
+            check_again(weights=weights, prediction=prediction)
+
+
+def test_partition_asks_these_rules():
+    mirror: dict[str, Any] = {"parameters_tier": "host"}
+    again: dict[str, Any] = {"recompute": True}
+    for wishes, subject in ((mirror, "a mirror"), (again, "runs again")):
+        with pytest.raises(PlanError, match=subject):
+            partition(NET, stages=2, codec="raw", schedule="async_1f1b", **wishes)
+
+
+def test_extra_in_flight_stays_for_synchronous_schedules():
+    check(extra_in_flight=2)
+    assert not streams("1f1b", "latest")
+    assert streams("1f1b", "double_buffered")
+    assert streams("async_1f1b", "latest")

@@ -1,0 +1,255 @@
+"""Results of a measuring run: intermediate data, on a GPU, and a model without values."""
+
+import copy
+import dataclasses
+import json
+import weakref
+
+import pytest
+import torch
+from devices import Noting, Reads
+from profiles import measured
+from small_pipelines import model_of
+from torch import nn
+from torch.nn import functional as F
+from zoo import ZOO, build
+
+import penstock
+from penstock import trace
+from penstock.stages.profiling import measure as module
+from penstock.stages.profiling.measure import parts_with_random_values
+from penstock.stages.profiling.network_profile import KINDS, Profile
+from penstock.stages.profiling.saved_tensors import zero_count
+
+X = torch.arange(4 * 3 * 8 * 8).remainder(7).float().reshape(4, 3, 8, 8)
+
+
+class Net(nn.Module):
+    """Every kind of intermediate data, and a value that two layers read."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+        self.drop, self.end = nn.Dropout(0.5), nn.Linear(128, 10)
+
+    def forward(self, x):
+        y = F.relu(self.norm(self.conv(x)))
+        flat = self.drop(self.pool(y + torch.where(y > 0.5, y, 0.0)).flatten(1))
+        return self.end(flat)
+
+
+def profiled(model, x):
+    return measured(model, x)[1]
+
+
+@pytest.fixture(scope="module")
+def profile():
+    torch.manual_seed(0)
+    return profiled(Net(), X)
+
+
+def test_every_storage_with_its_kind_its_maker_and_its_savers(profile):
+    names = ["input", *(layer.name for layer in profile.layers)]
+    told = [
+        (names[i.maker + 1], [names[n + 1] for n in i.savers], i.order, i.value, i.kind, i.num_bytes)
+        for i in profile.intermediates
+    ]
+    assert told == [
+        ("input", ["conv"], 0, "x", "feature map", 3072),
+        ("conv", ["norm"], 0, "conv", "feature map", 8192),
+        ("norm", ["norm"], 1, "", "statistic", 32),
+        ("norm", ["norm"], 2, "", "statistic", 32),
+        ("relu", ["relu"], 0, "relu", "feature map", 8192),
+        ("gt", ["where"], 0, "gt", "mask", 2048),
+        ("add", ["pool"], 0, "add", "feature map", 8192),
+        ("pool", ["pool"], 1, "", "index", 4096),
+        ("drop", ["drop"], 0, "", "mask", 2048),
+        ("drop", ["end"], 0, "drop", "feature map", 2048),
+    ]
+    assert [n for n, i in enumerate(profile.intermediates) if i.inside] == [2, 3, 4, 7, 8]
+    assert {i.readers for i in profile.intermediates} == {1}
+    relu, half = profile.intermediates[4], profile.intermediates[8]
+    assert (relu.shape, relu.dtype) == ((4, 8, 8, 8), "float32")
+    assert 0.2 < relu.zeros < 0.8
+    assert 0.3 < half.zeros < 0.7
+
+
+def test_how_often_gradients_are_added_and_what_backwards_read(profile):
+    assert {v.name: v.contributions for v in profile.values} == {
+        "x": 0, "conv": 1, "norm": 1, "relu": 2, "gt": 0, "where": 1, "add": 1, "pool": 1, "flatten": 1,
+        "drop": 1, "end": 1,
+    }  # fmt: skip
+    names = [layer.name for layer in profile.layers]
+    assert {names[layer]: read for layer, read in profile.backward_reads.items()} == {
+        "conv": ("conv.weight",),
+        "norm": ("norm.running_mean", "norm.running_var", "norm.weight"),
+        "end": ("end.weight",),
+    }
+
+
+def test_a_node_that_reads_a_tensor_twice_is_one_reader_and_two_additions():
+    def square(self, x):
+        y = self.start(x)
+        return y * y
+
+    profile = profiled(model_of(square, start=nn.Linear(4, 4)), torch.ones(2, 4))
+    assert [(i.value, i.readers) for i in profile.intermediates] == [("x", 1), ("start", 1)]
+    assert {v.name: v.contributions for v in profile.values} == {"x": 0, "start": 2, "mul": 1}
+
+
+def test_a_cast_of_a_weight_is_told_from_a_feature_map():
+    def half(self, x):
+        return self.start(x).bfloat16() @ self.weight.bfloat16()
+
+    model = model_of(half, start=nn.Linear(8, 8), weight=nn.Parameter(torch.ones(8, 8)))
+    profile = profiled(model, torch.ones(2, 8))
+    assert [(i.kind, i.dtype, i.num_bytes) for i in profile.intermediates] == [
+        ("feature map", "float32", 64),
+        ("cast", "bfloat16", 128),
+        ("feature map", "bfloat16", 32),
+    ]
+
+
+def test_a_tied_parameter_gets_as_many_gradients_as_layers_read_it():
+    model, batches = build("gpt_tied")
+    profile = profiled(model, batches[0][0][:4])
+    (tied,) = [v for v in profile.values if v.name == "token_weight"]
+    assert (tied.contributions, len(tied.users)) == (2, 2)
+
+
+def plain_bytes(model, x):
+    """Bytes of the distinct storages that a run of the model saves, without parameters and buffers."""
+    kept = [t.untyped_storage() for t in (*model.parameters(), *model.buffers())]
+    known, found = {s._cdata for s in kept}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()  # kept alive, so that its number is its own
+        found.setdefault(storage._cdata, storage)
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(storage.nbytes() for key, storage in found.items() if key not in known)
+
+
+COPIES = {"Teacher": 84}  # of a frozen parameter that forwards write to: of 20 floats, and of its first one
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ZOO if name not in ("residual", "gpt_tied")]
+
+
+@pytest.mark.parametrize("name", ["residual", "gpt_tied", *SLOW])
+def test_bytes_are_those_of_a_plain_run_and_of_the_layers(name):
+    model, batches = build(name)
+    x = batches[0][0][:4].clone()
+    profile = profiled(model, x)
+    expected = plain_bytes(model, x) + COPIES.get(name, 0)
+    assert sum(i.num_bytes for i in profile.intermediates) == expected
+    for number, layer in enumerate(profile.layers):
+        own = [i for i in profile.intermediates if i.layer == number]
+        assert sum(i.num_bytes for i in own) == layer.saved_bytes
+        assert [i.order for i in own] == [*range(len(own))]
+    for one in profile.intermediates:
+        assert one.maker <= one.layer
+        assert [*one.savers] == sorted({*one.savers})
+        assert one.kind in KINDS
+
+
+def test_a_profile_keeps_them_and_an_older_one_still_loads(profile, tmp_path):
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    data = json.loads((tmp_path / "profile.json").read_text())
+    del data["intermediates"], data["backward_reads"]
+    for value in data["values"]:
+        del value["contributions"]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    old = Profile.load(tmp_path / "old.json")
+    assert (old.intermediates, old.backward_reads) == ((), {})
+    assert dataclasses.replace(old, values=profile.values) == dataclasses.replace(
+        profile, intermediates=(), backward_reads={}
+    )
+    assert penstock.partition(old, stages=2).stages == penstock.partition(profile, stages=2).stages
+
+
+def both(name):
+    model, batches = build(name)
+    example = (batches[0][0][:4].clone(),)
+    without = copy.deepcopy(model).to("meta")
+    return [measured(m, *example)[1] for m in (model, without)]
+
+
+LARGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("residual", "gpt_gelu_dropout")]
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", *LARGER])
+def test_a_profile_without_values_says_what_one_with_values_does(name):
+    real, found = both(name)
+    told = [(layer.name, layer.parameter_bytes, layer.saved_bytes) for layer in found.layers]
+    assert told == [(layer.name, layer.parameter_bytes, layer.saved_bytes) for layer in real.layers]
+    assert all(layer.packed_bytes == layer.saved_bytes for layer in found.layers)
+    assert found.backward_reads == real.backward_reads
+    assert found.refused == real.refused
+    assert [v.contributions for v in found.values] == [v.contributions for v in real.values]
+    assert (found.fingerprint, found.device, found.signature) == (real.fingerprint, "cpu", real.signature)
+    assert sum(layer.forward_seconds for layer in found.layers) > 0
+    assert sum(layer.backward_seconds for layer in found.layers) > 0
+
+
+def test_values_are_random_and_what_a_relu_lets_through_is_about_half():
+    _, found = both("mlp")
+    zeros = [value.zero_fraction for value in found.values if value.name in ("_2", "_4")]
+    assert len(zeros) == 2
+    assert all(0.2 < share < 0.8 for share in zeros)
+
+
+def test_one_layer_at_a_time_has_values(monkeypatch):
+    alive, most = [], []
+
+    def watched(*args):
+        assert [one for one in alive if one() is not None] == []
+        parts = parts_with_random_values(*args)
+        alive.extend(weakref.ref(p) for m in parts.modules.values() for p in m.parameters())
+        most.append(sum(p.nbytes for m in parts.modules.values() for p in m.parameters()))
+        assert all(not p.is_meta for m in parts.modules.values() for p in m.parameters())
+        return parts
+
+    monkeypatch.setattr(module, "parts_with_random_values", watched)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    example = (torch.randn(3, 8),)
+    measured(model, *example)
+    assert most == [8 * 9 * 4, 0, 16 * 4, 4 * 9 * 4]
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_an_example_without_values_is_as_good_but_for_its_integers():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 4)).bfloat16()
+    example = (torch.zeros(3, 7, dtype=torch.int64, device="meta"),)
+    found = measured(model, *example)[1]
+    assert found.layers[0].parameter_bytes == 5 * 8 * 2
+    assert found.input_shapes == ((3, 7),)
+    assert found.device == "cpu"
+    assert found.signature is not None
+    assert found.signature.values == ((0,),)
+    assert penstock.partition(found, stages=2).num_stages == 2
+
+
+def test_seconds_come_from_the_marks_of_the_device_which_is_waited_for_once_a_run(monkeypatch):
+    device = Noting(is_gpu=True)
+    monkeypatch.setattr(module, "device_of", lambda found: device)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    graph = trace(model, (x,))
+    profile = module.measure(graph, (x,), repeats=1)
+    assert device.asked == ["now"] * 24 + ["synchronize"] + ["seconds"] * 6
+    # Of the second run, whose marks are 2 ** 12 and on: forward between 0 and 1, backward between 2 and 3.
+    begun = [2.0 ** (12 + 4 * i) for i in range(3)]
+    assert [layer.forward_seconds for layer in profile.layers] == begun
+    assert [layer.backward_seconds for layer in profile.layers] == [4 * mark for mark in begun]
+
+
+def test_zeros_are_counted_without_a_wait_until_they_are_asked_for():
+    with Reads() as reads:
+        counted = zero_count(torch.tensor([0.0, 1.0, 0.0, 2.0]))
+        assert reads.count == 0
+        assert counted() == 0.5
+        assert reads.count == 1
+    assert zero_count(torch.zeros(0))() == zero_count(torch.ones(2).to_sparse())() == 0.0
