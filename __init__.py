@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .pipeline.data.cached import cached as cached
     from .pipeline.distributed.launcher import init as init
     from .pipeline.distributed.threads import in_threads as in_threads
+    from .pipeline.network_definition import from_layers as from_layers
     from .pipeline.partition.partition import partition as partition
     from .pipeline.pipeline import Pipeline as Pipeline
     from .pipeline.runtime.report import Report as Report
@@ -67,6 +68,7 @@ _HOMES = {
     "partition": "pipeline.partition.partition",
     "Plan": "stages.plan.plan",
     "layer_seed": "stages.seeds",
+    "from_layers": "pipeline.network_definition",
     "offload": "stages.memory.offload",
     "MemoryOptions": "stages.memory.byte_budget",
     "DiskOptions": "stages.memory.disk",
