@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from .pipeline.data.cached import cached as cached
     from .pipeline.distributed.launcher import init as init
     from .pipeline.distributed.threads import in_threads as in_threads
+    from .pipeline.integrations.data_parallel import FsdpAllGather as FsdpAllGather
+    from .pipeline.integrations.data_parallel import FsdpReduceScatter as FsdpReduceScatter
+    from .pipeline.integrations.data_parallel import ddp_hook as ddp_hook
+    from .pipeline.integrations.torch_pipelines import pack_transfers as pack_transfers
     from .pipeline.network_definition import from_layers as from_layers
     from .pipeline.partition.partition import partition as partition
     from .pipeline.pipeline import Pipeline as Pipeline
@@ -69,6 +73,10 @@ _HOMES = {
     "Plan": "stages.plan.plan",
     "layer_seed": "stages.seeds",
     "from_layers": "pipeline.network_definition",
+    "pack_transfers": "pipeline.integrations.torch_pipelines",
+    "ddp_hook": "pipeline.integrations.data_parallel",
+    "FsdpAllGather": "pipeline.integrations.data_parallel",
+    "FsdpReduceScatter": "pipeline.integrations.data_parallel",
     "offload": "stages.memory.offload",
     "MemoryOptions": "stages.memory.byte_budget",
     "DiskOptions": "stages.memory.disk",

@@ -1,0 +1,6 @@
+"""Frames inside of what people already run: one file for each host framework, none imported by the rest.
+
+exchange.py         frames between the ranks of a group, and the choice of a codec by measurement
+torch_pipelines.py  the schedules of torch.distributed.pipelining
+data_parallel.py    gradients of DistributedDataParallel, shards of FSDP2
+"""

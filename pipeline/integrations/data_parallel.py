@@ -1,0 +1,141 @@
+"""Gradients of DistributedDataParallel, and shards of FSDP2, as frames; sums in the order of ranks.
+
+    ddp.register_comm_hook(None, penstock.ddp_hook())
+
+Each rank adds the gradients of its part of a bucket, those of rank 0 first, and sends the sum to all. An
+element is added in the same order whatever the buckets are, so that its bits do not depend on their size.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from ...compression.errors import PlanError
+from .exchange import Packing, Transfers, exchange
+
+
+class _Packed:
+    """A packing for one group, which all of its ranks join at the first exchange."""
+
+    def __init__(self, codec: str = "auto", *, deadline: float = 60.0) -> None:
+        self._codec, self._deadline = codec, deadline
+        self._packing: Packing | None = None
+
+    @property
+    def transfers(self) -> Transfers:
+        """Bytes of the tensors that this rank has sent, and of their frames."""
+        return self._packing.transfers if self._packing else Transfers()
+
+    def _packing_of(self, group: dist.ProcessGroup | None) -> Packing:
+        if self._packing is None:
+            self._packing = Packing(self._codec, group, deadline=self._deadline)
+        return self._packing
+
+
+class DdpHook(_Packed):
+    """A communication hook of DistributedDataParallel; ``transfers`` counts."""
+
+    def __init__(self, codec: str, group: dist.ProcessGroup | None, deadline: float) -> None:
+        super().__init__(codec, deadline=deadline)
+        self._group = group
+        self.__name__ = self.__qualname__ = "ddp_hook"  # DistributedDataParallel reads both
+        self._thread = ThreadPoolExecutor(1, "penstock-ddp")  # buckets in their order, beside the backward
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Return the mean of a bucket over the ranks, as a future."""
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        buffer, index = bucket.buffer(), bucket.index()
+
+        def run() -> None:
+            try:
+                done.set_result(self._mean(buffer, index))
+            except Exception as error:  # the backward raises it
+                done.set_exception(error)  # pyright: ignore[reportArgumentType]
+
+        self._thread.submit(run)
+        return done
+
+    @torch.no_grad()
+    def _mean(self, buffer: Tensor, index: int) -> Tensor:
+        group, packing = self._group, self._packing_of(self._group)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        pieces = list(buffer.tensor_split(size))
+        came = exchange(packing, pieces, [pieces[rank]] * size, group, flow=("gradients", index))
+        mean = _sum(came).div_(size)
+        means = exchange(packing, [mean] * size, pieces, group, flow=("means", index))
+        for piece, one in zip(pieces, means, strict=True):
+            piece.copy_(one)
+        return buffer
+
+
+def ddp_hook(
+    codec: str = "auto", *, group: dist.ProcessGroup | None = None, deadline: float = 60.0
+) -> DdpHook:
+    """Return a hook for ``ddp.register_comm_hook(None, hook)`` that sends gradients as frames, over gloo.
+
+    Args:
+        codec: a lossless codec, or ``auto``: for each bucket the fastest over the measured link.
+        group: the process group of the DistributedDataParallel; None: the default one.
+        deadline: seconds to wait for the other ranks at the first bucket.
+
+    Returns:
+        The hook; ``hook.transfers`` counts bytes.
+    """
+    return DdpHook(codec, group, deadline)
+
+
+class _Communication(_Packed):
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return memory for a result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class FsdpAllGather(_Communication, AllGather):
+    """An all-gather of frames for ``FSDPModule.set_custom_all_gather``; ``transfers`` counts."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill ``output_tensor`` with the ``input_tensor`` of every rank."""
+        parts = [input_tensor] * group.size()
+        came = exchange(self._packing_of(group), parts, parts, group, flow="shard")
+        for row, part in zip(output_tensor.view(group.size(), -1), came, strict=True):
+            row.copy_(part.view(-1))
+
+
+class FsdpReduceScatter(_Communication, ReduceScatter):
+    """A reduce-scatter of frames in the order of ranks, for ``FSDPModule.set_custom_reduce_scatter``."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor`` with the sum, or mean, of this rank's part over the ranks.
+
+        Raises:  PlanError: another operation than sum and mean.
+        """
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise PlanError(f"gradients are summed or averaged, found {op}; leave the divide factor as it is")
+        parts = list(input_tensor.view(group.size(), -1).unbind())
+        likes = [parts[group.rank()]] * len(parts)
+        total = _sum(exchange(self._packing_of(group), parts, likes, group, flow="gradients"))
+        output_tensor.view(-1).copy_(total.div_(len(parts)) if op == dist.ReduceOp.AVG else total)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

@@ -1,0 +1,129 @@
+"""Gradients of DistributedDataParallel and shards of FSDP2 as frames: sums in the order of ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import same_bits
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock
+from penstock import PlanError
+
+
+def model(dtype=torch.float32, width=37):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(width, 10)).to(dtype)
+
+
+def batch(step, rank, dtype=torch.float32, width=37):
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(8, width, generator=draw).to(dtype), torch.randint(10, (8,), generator=draw)
+
+
+def in_order(steps, dtype):
+    """Parameters after steps whose gradients are the mean over the ranks, added in their order."""
+    replica, size = model(dtype), dist.get_world_size()
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        of_ranks = []
+        for rank in range(size):
+            x, y = batch(step, rank, dtype)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(replica(x), y).backward()
+            of_ranks.append([torch.clone(p.grad) for p in replica.parameters() if p.grad is not None])
+        for parameter, gradients in zip(replica.parameters(), zip(*of_ranks, strict=True), strict=True):
+            total = gradients[0].clone()
+            for gradient in gradients[1:]:
+                total += gradient
+            parameter.grad = total / size
+        optimizer.step()
+    return list(replica.parameters())
+
+
+def with_ddp(codec, bucket_mb, dtype):
+    hook = penstock.ddp_hook(codec)
+    replica = DistributedDataParallel(model(dtype), bucket_cap_mb=bucket_mb)
+    replica.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        x, y = batch(step, dist.get_rank(), dtype)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(replica(x), y).backward()
+        optimizer.step()
+    expected = in_order(3, dtype)
+    assert all(map(same_bits, replica.parameters(), expected))
+    return hook.transfers.bytes_raw, hook.transfers.bytes_sent
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("bucket_mb", [0.004, 25], ids=["many buckets", "one bucket"])
+@pytest.mark.parametrize(
+    ("codec", "dtype"), [("auto", torch.float32), ("exponent", torch.bfloat16)], ids=["auto", "exponent"]
+)
+def test_gradients_are_added_in_the_order_of_ranks_whatever_the_buckets(ranks, size, bucket_mb, codec, dtype):
+    for raw, sent in ranks.run(with_ddp, codec, bucket_mb, dtype, ranks=size):
+        assert raw > 0
+        assert codec == "auto" or sent < 0.9 * raw
+
+
+def lossy():
+    replica = DistributedDataParallel(model())
+    replica.register_comm_hook(None, penstock.ddp_hook("bf16"))
+    x, y = batch(0, dist.get_rank())
+    nn.functional.cross_entropy(replica(x), y).backward()
+
+
+@pytest.mark.ranks
+def test_what_the_hook_refuses_ends_the_backward(ranks):
+    for text, _ in ranks.try_run(lossy, ranks=2, deadline=5):
+        assert "codec is one that loses nothing, found bf16" in text
+
+
+def with_fsdp(packed, dtype):
+    mesh, whole = init_device_mesh("cpu", (dist.get_world_size(),)), model(width=256)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    gather, scatter = penstock.FsdpAllGather("exponent"), penstock.FsdpReduceScatter("exponent")
+    sharded: list[Any] = [*whole, whole]
+    for module in sharded:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        if packed:
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    for step in range(3):
+        x, y = batch(step, dist.get_rank(), width=256)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(whole(x).float(), y).backward()
+        optimizer.step()
+    sums: Any = [p.full_tensor() for p in whole.parameters()]  # type: ignore[attr-defined]
+    return sums, [(one.bytes_raw, one.bytes_sent) for one in (gather.transfers, scatter.transfers)]
+
+
+def compare_fsdp(dtype):
+    plain, _ = with_fsdp(packed=False, dtype=dtype)
+    packed, counted = with_fsdp(packed=True, dtype=dtype)
+    assert all(map(same_bits, plain, packed))
+    return counted
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_fsdp_on_two_ranks_has_its_own_bits(ranks, dtype):
+    """Two numbers have one sum, in either order."""
+    for counted in ranks.run(compare_fsdp, dtype, ranks=2):
+        for raw, sent in counted:
+            assert 0 < sent < raw
+
+
+def test_only_sums_and_means_are_scattered():
+    scatter = penstock.FsdpReduceScatter("raw")
+    one = torch.zeros(2)
+    with pytest.raises(PlanError, match="summed or averaged"):
+        scatter(one, one, None, dist.ReduceOp.MAX)  # type: ignore[arg-type]

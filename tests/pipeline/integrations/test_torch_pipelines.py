@@ -1,0 +1,241 @@
+"""Schedules of torch.distributed.pipelining whose transfers are frames: the bits of the same run without."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkout import ROOT
+from reference import same_bits
+from torch import nn
+from torch.distributed import pipelining
+
+import penstock
+from penstock import CodecError, ScheduleError, TransportError
+from penstock.pipeline.integrations.torch_pipelines import _is_gated
+
+MICRO_BATCHES = 4
+SCHEDULES = {  # the stages of each rank of two
+    "1f1b": (pipelining.Schedule1F1B, [[0], [1]]),
+    "gpipe": (pipelining.ScheduleGPipe, [[0], [1]]),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, [[0, 2], [1, 3]]),
+    "looped": (pipelining.ScheduleLoopedBFS, [[0, 2], [1, 3]]),
+    "zero_bubble": (pipelining.ScheduleInterleavedZeroBubble, [[0, 2], [1, 3]]),
+    "zbv": (pipelining.ScheduleZBVZeroBubble, [[0, 3], [1, 2]]),
+    "dualpipev": (pipelining.ScheduleDualPipeV, [[0, 3], [1, 2]]),
+}
+
+
+class Two(nn.Module):
+    """Hands on a ReLU's output, and one that is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y.relu(), y.tanh()
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, stride=2)
+
+    def forward(self, a, b):
+        return self.conv(a + b).relu()
+
+
+class Scale(nn.Module):
+    """Has outputs of zero whose gradients count: factors that begin at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.Parameter(torch.arange(32.0) % 2)
+
+    def forward(self, x):
+        return self.factors * x
+
+
+def parts():
+    """Four stages, between which go a ReLU's output, one of several values, and one that is no ReLU's."""
+    torch.manual_seed(0)
+    return [
+        Two(),
+        Join(),
+        nn.Sequential(nn.Flatten(), nn.Linear(8 * 9, 32), nn.Tanh(), Scale()),
+        nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)),
+    ]
+
+
+def schedule_of(name, rank):
+    """The schedule of this rank, and its stages' modules."""
+    kind, stages_of_rank = SCHEDULES[name]
+    several = len(stages_of_rank[0]) > 1
+    modules = parts() if several else [nn.Sequential(*parts()[:2]), nn.Sequential(*parts()[2:])]
+    if not several:
+        modules[0] = nn.Sequential(Both(parts()[0], parts()[1]))
+    mine = stages_of_rank[rank]
+    stages = [
+        pipelining.PipelineStage(modules[i], i, len(modules), torch.device("cpu"))  # type: ignore[arg-type]
+        for i in mine
+    ]
+    made = kind(stages if several else stages[0], MICRO_BATCHES, loss_fn=nn.functional.cross_entropy)
+    return made, [modules[i] for i in mine], stages
+
+
+class Both(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.second(*self.first(x))
+
+
+def gradients(name, codec):
+    """Losses and gradients of three steps on this rank; ``codec``: None sends as torch does."""
+    schedule, modules, stages = schedule_of(name, dist.get_rank())
+    transfers: Any = penstock.pack_transfers(schedule, codec) if codec else None
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(3):
+        x = torch.randn(16, 3, 8, 8, generator=draw)
+        y, losses = torch.randint(10, (16,), generator=draw), []
+        first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
+        schedule.step(*([x] if first else []), **({"target": y, "losses": losses} if last else {}))
+        found += [p.grad.clone() for module in modules for p in module.parameters()]
+        found += losses
+    return found, transfers
+
+
+def compare(name, codecs):
+    plain, _ = gradients(name, None)
+    counted = {}
+    for codec in codecs:
+        packed, transfers = gradients(name, codec)
+        assert len(packed) == len(plain)
+        assert all(map(same_bits, plain, packed)), (name, codec)
+        assert transfers.bytes_raw > 0
+        counted[codec] = (transfers.bytes_raw, transfers.bytes_sent)
+    return counted
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_of_torch_has_its_own_bits(ranks, name):
+    counted = ranks.run(compare, name, ["auto", "zero_value", "zero_value+exponent"], ranks=2)
+    for of_rank in counted:
+        raw, sent = of_rank["zero_value+exponent"]
+        assert sent < raw
+
+
+def masked_bytes():
+    """Bytes sent up by rank 1 with and without the places of the ReLU."""
+    _, with_mask = gradients("gpipe", "zero_value")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.pipeline.integrations.torch_pipelines.GATES", ())
+        _, without = gradients("gpipe", "zero_value")
+    return with_mask.bytes_sent, without.bytes_sent
+
+
+@pytest.mark.ranks
+def test_the_gradient_of_a_relu_travels_where_its_output_was_not_zero(ranks):
+    _, (masked, whole) = ranks.run(masked_bytes, ranks=2)
+    assert masked < 0.8 * whole
+
+
+def test_a_gradient_that_somebody_reads_is_sent_whole():
+    x = torch.randn(4, requires_grad=True)
+    assert _is_gated(x.relu())
+    assert not _is_gated(x.tanh())
+    assert not _is_gated(x.detach().relu())
+    watched, kept = x.relu(), x.relu()
+    watched.register_hook(lambda grad: None)
+    kept.retain_grad()
+    assert not _is_gated(watched)
+    assert not _is_gated(kept)
+
+
+MISTAKES = (
+    "takes a schedule of torch.distributed.pipelining, found Linear",
+    "codec is one of",
+    "loses nothing, found bf16",
+    "stage 0 packs its transfers already",
+)
+
+
+def refused(call):
+    try:
+        call()
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def mistakes():
+    schedule, *_ = schedule_of("1f1b", dist.get_rank())
+    found = [
+        refused(lambda: penstock.pack_transfers(nn.Linear(1, 1))),
+        refused(lambda: penstock.pack_transfers(schedule, "zip")),
+        refused(lambda: penstock.pack_transfers(schedule, "bf16")),
+    ]
+    penstock.pack_transfers(schedule, "raw")
+    found.append(refused(lambda: penstock.pack_transfers(schedule, "raw")))
+    return found
+
+
+def without_the_other():
+    schedule, *_ = schedule_of("1f1b", dist.get_rank())
+    if dist.get_rank() == 0:
+        penstock.pack_transfers(schedule, "raw", deadline=1)
+
+
+@pytest.mark.ranks
+def test_mistakes_are_one_sentence(ranks):
+    sentences, _ = ranks.run(mistakes, ranks=2)
+    for sentence, expected in zip(sentences, MISTAKES, strict=True):
+        assert expected in sentence
+    assert sentences[0].startswith(ScheduleError.__name__)
+    assert sentences[2].startswith(CodecError.__name__)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_does_not_make_the_call_is_named(ranks):
+    (text, _), _ = ranks.try_run(without_the_other, ranks=2, deadline=3)
+    assert TransportError.__name__ in text
+    assert "found some missing after 1 s ([Rank 0]: Ranks 1 failed" in text
+
+
+def lies():
+    """Rank 0 sends another shape than torch agreed on."""
+    schedule, _, (stage,) = schedule_of("gpipe", dist.get_rank())
+    penstock.pack_transfers(schedule, "raw")
+    if dist.get_rank() == 0:
+        packing: Any = vars(stage)["packed_transfers"].packing
+        plain = packing.pack
+        packing.pack = lambda tensor, flow, mask=None: plain(tensor[:1], flow, mask=mask)
+        schedule.step(torch.randn(16, 3, 8, 8))
+    schedule.step(target=torch.zeros(16, dtype=torch.long), losses=[])
+
+
+@pytest.mark.ranks
+def test_a_tensor_of_another_shape_is_refused_by_stage_and_micro_batch(ranks):
+    _, (text, _) = ranks.try_run(lies, ranks=2, deadline=5)
+    assert "stage 1, input 0 of micro-batch 0" in text
+    assert "sizes (4, 8, 3, 3), found (1, 8, 3, 3)" in text
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, ROOT / "scripts/examples/pack_transfers.py"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all gradients have the same bits") == 2
