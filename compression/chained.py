@@ -60,7 +60,7 @@ class Combined:
     def pack(self, words: Words, out: int) -> Packed:
         """Pack ``words`` to the address ``out``."""
         head, values = sections(words.num_words).values, self._values.address(words.num_bytes + SLACK)
-        count = self._zero_value.pack_apart(words, out, values)
+        count = self._zero_value.pack_to(words, out, values)
         if count is None:
             return self._inner.pack(words, out)
         codec, num_bytes = self._inner.pack(words._replace(address=values, num_words=count), out + head)
@@ -80,7 +80,7 @@ class Combined:
         values = self._values.address(out.num_bytes + SLACK)
         inner = out._replace(address=values, num_words=count)
         self._inner.unpack(payload + parts.values, rest, inner)
-        self._zero_value.unpack_apart(payload, values, count, out)
+        self._zero_value.unpack_from(payload, values, count, out)
 
 
 HEAD_BYTES = 64
@@ -144,7 +144,7 @@ class ZeroValueLz4:
         parts, word_bytes = sections(words.num_words), words.bits // 8
         head = self._head.address(parts.values)
         values = self._values.address(words.num_bytes + SLACK)
-        count = self._zero_value.pack_apart(words, head, values)
+        count = self._zero_value.pack_to(words, head, values)
         if count is None:
             return Raw().pack(words, out)
         plain = parts.values + count * word_bytes
@@ -181,4 +181,4 @@ class ZeroValueLz4:
         head = self._head.address(parts.values)
         ctypes.memmove(head, _at(bitmap), parts.offsets)
         ctypes.memmove(head + parts.offsets, payload + HEAD_BYTES, parts.values - parts.offsets)
-        self._zero_value.unpack_apart(head, _at(values) if count else payload, count, out)
+        self._zero_value.unpack_from(head, _at(values) if count else payload, count, out)

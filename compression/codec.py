@@ -28,13 +28,13 @@ from .frame import (
     read_header,
     write_header,
 )
-from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory, resolved, scatter
+from .geometry import Geometry, Words, geometry, in_memory, in_order, scatter
 from .names import HOST
 from .raw import Codec, Raw
 from .registry import CODECS as CODECS
 from .registry import LOSSY_CODECS as LOSSY_CODECS
-from .registry import ZERO_VALUE, codec_named, inner_of
-from .zero_value import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
+from .registry import codec_named, inner_of
+from .zero_value import ZERO_VALUE, bitmap_for, bitmap_in, has_bitmap, pack_masked, unpack_masked
 
 _CPU = torch.device(HOST)
 _PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64})
@@ -71,7 +71,7 @@ def _laid_out(
             out = Words(address, geo.num_words, geo.word_bits, dtype)
             codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
             return tensor
-    bitmap = bitmap_for(header, mask, ZERO_VALUE) if header.flags & MASKED else None
+    bitmap = bitmap_for(header, mask) if header.flags & MASKED else None
     needed = header.address + geo.span * geo.item_bytes
     storage, base = memory(needed) if buffer is None else lent(buffer, needed, geo.item_bytes)
     first = base + header.address
@@ -81,8 +81,7 @@ def _laid_out(
     if bitmap is None:
         codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
     else:
-        inner = inner_of(header.codec)
-        unpack_masked(frame.data_ptr() + start, header.payload_bytes, bitmap, out, ZERO_VALUE, inner)
+        unpack_masked(frame.data_ptr() + start, header.payload_bytes, bitmap, out, inner_of(header.codec))
     if dtype is torch.bool:  # kernels do not agree on what another byte than 0 and 1 means
         flat = torch.empty(0, dtype=torch.uint8).set_(storage, first, (geo.num_words,), (1,))
         (flat if words is None else words).ne_(0)
@@ -117,9 +116,9 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
             f"a frame carries a tensor or None, found a {type(tensor).__name__}; convert it first"
         )
     if tensor is not None and tensor.is_cuda:
-        from . import gpu
+        from .gpu import frames
 
-        return gpu.encode(tensor, codec, requires_grad=tensor.requires_grad, mask=mask)
+        return frames.encode(tensor, codec, requires_grad=tensor.requires_grad, mask=mask)
     most = header_bytes(0) if tensor is None else _layout(_geometry_of(tensor), codec)[2]
     whole = _kept.buffer(most) if most <= SMALL_BYTES else new_bytes(most)
     requires_grad = tensor is not None and tensor.requires_grad
@@ -164,24 +163,17 @@ def pack_into(
     if not in_memory(tensor, geo.span):  # where the kernels would read all the same
         found = f"a {type(tensor).__name__} of sizes {tuple(geo.sizes)} without it"
         raise CodecError(f"a frame carries a tensor in memory of its own, found {found}; pass a real tensor")
-    address = tensor.data_ptr() % ALIGNMENT
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = resolved(tensor, geo)
-        geo = geo if geo.travels else _geometry_of(tensor)
-    if geo.order != "dense":
-        tensor = gather(tensor, geo)
-        geo = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
+    tensor, geo, place = in_order(tensor, geo)
     words, out = Words(tensor.data_ptr(), geo.num_words, geo.word_bits, dtype), buffer.data_ptr() + start
-    bitmap = None if mask is None or not has_bitmap(codec) else bitmap_of(mask, ZERO_VALUE)
-    if bitmap is None or not bitmap.suits(dtype, geo):
+    bitmap = None if mask is None or not has_bitmap(codec) else bitmap_in(mask, dtype, geo)
+    if bitmap is None:
         written, num_bytes = chosen.pack(words, out)
         flags = checksum = 0
         if written != "raw" and not accounts(num_bytes, geo):  # wide gaps around what shrank to nothing
             written, num_bytes = Raw().pack(words, out)
     else:
-        written, num_bytes = pack_masked(words, bitmap, out, ZERO_VALUE, inner_of(codec))
-        flags, checksum = MASKED, bitmap.checksum
-    place = 0 if address % geo.item_bytes else address
+        written, num_bytes = pack_masked(words, bitmap, out, inner_of(codec))
+        flags, checksum = MASKED, ZERO_VALUE.bitmap_checksum(bitmap, geo.num_words)
     header = Header(written, dtype, geo.sizes, geo.strides, num_bytes, flags, place, requires_grad, checksum)
     return write_header(buffer, header) + num_bytes
 
@@ -205,9 +197,9 @@ def decode(
              nothing else ever.
     """
     if isinstance(frame, Tensor) and frame.is_cuda:
-        from . import gpu
+        from .gpu import frames
 
-        return gpu.decode(frame, mask=mask, max_bytes=max_bytes)
+        return frames.decode(frame, mask=mask, max_bytes=max_bytes)
     header = read_header(frame)
     if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
         raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")

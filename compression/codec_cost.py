@@ -35,7 +35,7 @@ def candidates(dtype: torch.dtype, *, on_gpu: bool = False) -> list[str]:
     Args:    on_gpu: those alone that a GPU packs by itself."""
     found = [name for name, codec in CODECS.items() if dtype in codec.dtypes]
     if on_gpu:
-        from .gpu_words import KERNELS
+        from .gpu.payloads import KERNELS
 
         return [name for name in found if name in KERNELS]
     return found

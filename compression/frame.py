@@ -32,7 +32,7 @@ from torch import Tensor
 
 from . import names
 from .errors import CodecError
-from .geometry import MAX_DIMS, MAX_SPREAD, Geometry, geometry, in_memory
+from .geometry import ALIGNMENT, MAX_DIMS, MAX_SPREAD, Geometry, geometry, in_memory
 from .names import AUTO, lossless
 
 # A dtype's number is its place here: append, never reorder. 0 stands for no tensor.
@@ -55,7 +55,6 @@ ON_REQUEST: frozenset[torch.dtype] = frozenset()  # only where it is asked for b
 
 
 MAGIC, VERSION = b"PNST", 1
-ALIGNMENT = 64
 BLOCK = 4096  # words per block of a zero_value payload
 NO_TENSOR = 1  # flag: this frame stands for None, as where there is no gradient
 MASKED = 2  # flag: values alone, at the set bits of a bitmap that the reader has; its checksum is the frame's
