@@ -29,7 +29,7 @@ from .zero_value import SLACK, ZeroValue
 
 
 def num_values_at(offsets: int, num_words: int) -> int:
-    """What the last of the ``offsets`` of a zero_value payload says, if it can be.
+    """Return the last of the ``offsets`` of a zero_value payload.
 
     Raises: CodecError: more values than words.
     """
@@ -54,7 +54,7 @@ class Combined:
         return sections(num_words).values + self._inner.max_bytes(num_words, bits)
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether a payload of ``num_bytes`` can hold these words."""
         return sections(num_words).values < num_bytes < num_words * bits // 8
 
     def pack(self, words: Words, out: int) -> Packed:
@@ -135,7 +135,7 @@ class ZeroValueLz4:
         return num_words * bits // 8
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether a payload of ``num_bytes`` can hold these words."""
         parts = sections(num_words)
         return HEAD_BYTES + parts.values - parts.offsets < num_bytes < num_words * bits // 8
 

@@ -18,8 +18,8 @@ from .frame import (
     ALIGNMENT,
     DTYPE_NUMBERS,
     MASKED,
+    FrameSpec,
     Header,
-    Promise,
     accounts,
     check_bytes,
     check_memory,
@@ -44,14 +44,14 @@ _SHORT = 1 << 14  # bytes: where algorithms are deterministic torch fills the me
 def unpacked(frame: Tensor, header: Header, buffer: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """The tensor of ``frame``, whose header is ``header``; arguments and errors as ``codec.decode``."""
     try:
-        return None if header.dtype is None else _laid_out(frame, header, header.dtype, buffer, mask)
+        return None if header.dtype is None else _new_tensor(frame, header, header.dtype, buffer, mask)
     except (MemoryError, RuntimeError) as error:  # torch has no kind of its own for memory that is not there
         raise no_memory(error) from error
 
 
 @lru_cache(maxsize=1024)
 def _reading(header: Header) -> tuple[int, Geometry, Codec, bool]:
-    """Where the payload begins, what it is, and whether it is that of a short tensor like most."""
+    """Return the payload's start, its geometry and codec, and whether the tensor is short and dense."""
     geo, codec = header.geometry, codec_named(header.codec)
     if not header.flags & MASKED and not codec.fits(geo.num_words, geo.word_bits, header.payload_bytes):
         found = f"{header.payload_bytes} bytes for {geo.num_stored} elements of {geo.item_bytes}"
@@ -60,7 +60,7 @@ def _reading(header: Header) -> tuple[int, Geometry, Codec, bool]:
     return header_bytes(len(header.sizes)), geo, codec, short and not header.flags and not header.address
 
 
-def _laid_out(
+def _new_tensor(
     frame: Tensor, header: Header, dtype: torch.dtype, buffer: Tensor | None, mask: Tensor | None
 ) -> Tensor:
     start, geo, codec, short = _reading(header)
@@ -128,7 +128,7 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
 
 @lru_cache(maxsize=1024)
 def buffer_bytes(sizes: tuple[int, ...], dtype: torch.dtype, codec: str) -> int:
-    """What ``pack_into`` needs for any tensor of these sizes, in bytes."""
+    """Return the bytes that ``pack_into`` needs for any tensor of these sizes."""
     bits, num_bytes = 8 * min(dtype.itemsize, 8), math.prod(sizes) * dtype.itemsize
     return header_bytes(len(sizes)) + codec_named(codec).max_bytes(num_bytes * 8 // bits, bits)
 
@@ -208,7 +208,7 @@ def decode(
 
 
 def decode_received(
-    buffer: Tensor, promise: Promise | None = None, *, mask: Tensor | None = None, pooled: bool = False
+    buffer: Tensor, promise: FrameSpec | None = None, *, mask: Tensor | None = None, pooled: bool = False
 ) -> tuple[Tensor | None, int, bool]:
     """Unpack the frame at the start of ``buffer``, which was posted before anybody knew how long it would be.
 
@@ -221,7 +221,7 @@ def decode_received(
     """
     header = read_header(buffer, pooled=pooled)
     if promise is not None:
-        promise.hold(header)
+        promise.check(header)
     length = header_bytes(len(header.sizes)) + header.payload_bytes
     return unpacked(buffer, header, None, mask), length, header.requires_grad
 

@@ -1,4 +1,4 @@
-"""Where the elements of a strided tensor lie in memory: they travel in that order and come back to it.
+"""Places of a strided tensor's elements in memory: they travel in that order and come back to it.
 
 Another stride or alignment picks another kernel and with it other bits, so sizes, strides and address travel
 exactly (law L3).
@@ -59,14 +59,14 @@ class Geometry:
 
     @property
     def plausible(self) -> bool:
-        """Whether its sizes and strides alone allow it in a frame, at no more cost than its dimensions.
+        """Return whether sizes and strides alone allow it in a frame, at no more cost than its dimensions.
 
         Of dimensions that interleave only a look at every place tells whether two elements share one."""
         return self.order not in ("overlapping", "spread")
 
     @property
     def travels(self) -> bool:
-        """Whether a frame may have this geometry; other tensors are made contiguous first.
+        """Return whether a frame may have this geometry; other tensors are made contiguous first.
 
         Asked of a tensor in memory: it may cost as much as the tensor is long."""
         return self.plausible and (self.order != "scattered" or _distinct(self.walk, self.span))
@@ -112,7 +112,7 @@ def contiguous(sizes: tuple[int, ...], item_bytes: int) -> Geometry:
 
 
 def in_memory(tensor: Tensor, span: int) -> bool:
-    """Whether the ``span`` elements from the first of ``tensor`` on are really there.
+    """Return whether the ``span`` elements from the first of ``tensor`` on are really there.
 
     They are not in a wrapper around other tensors, a fake tensor, or one whose storage was freed.
     """
@@ -143,13 +143,13 @@ def _order(walk: Sequence[tuple[int, int]], num_stored: int, span: int) -> str:
 
 @lru_cache(maxsize=256)
 def _distinct(walk: Sequence[tuple[int, int]], span: int) -> bool:
-    """Whether no two elements share a place."""
+    """Return whether no two elements share a place."""
     num_places = int(torch.count_nonzero(_taken(walk, span, torch.device("cpu"))))
     return num_places == math.prod(size for size, _ in walk)
 
 
 def _taken(walk: Sequence[tuple[int, int]], span: int, device: torch.device) -> Tensor:
-    """Which of the ``span`` places hold an element; only for dimensions that interleave: rare."""
+    """Mark the ``span`` places that hold an element; only for dimensions that interleave: rare."""
     taken = torch.zeros(span, dtype=torch.bool, device=device)
     taken.as_strided([size for size, _ in walk], [stride for _, stride in walk]).fill_(True)
     return taken

@@ -33,7 +33,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def chunks(words: Words) -> Iterator[tuple[slice, slice]]:
-    """Which words to take at once, and where their bytes are."""
+    """Yield the words to take at once, and the places of their bytes."""
     for first in range(0, words.num_words, _CHUNK):
         end = min(words.num_words, first + _CHUNK)
         yield slice(first, end), slice(first * words.bits // 8, end * words.bits // 8)
@@ -62,7 +62,7 @@ class ScaledBlocks(ABC):
         return _plain_at(num_words) + num_words * bits // 8
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether a payload of ``num_bytes`` can hold these words."""
         plain = _plain_at(num_words)
         return bits > 8 and plain <= num_bytes < num_words * bits // 8 and (num_bytes - plain) * 8 % bits == 0
 
@@ -168,7 +168,7 @@ def _bytes(address: int, num_bytes: int) -> Tensor:
 
 
 def _plain_at(num_words: int) -> int:
-    """Where the blocks that travel as they are begin."""
+    """Return the start of the blocks that travel as they are."""
     return aligned(4 * -(-num_words // BLOCK)) + aligned(num_words)
 
 
@@ -208,7 +208,7 @@ class Bf16:
         return num_words * bits // 8
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether a payload of ``num_bytes`` can hold these words."""
         return bits >= 32 and num_words > 0 and num_bytes == 2 * num_words
 
     def pack(self, words: Words, out: int) -> Packed:

@@ -80,12 +80,12 @@ class ZeroValue(Base):
         return count if parts.values + count * bits // 8 < words.num_bytes else None
 
     def _full(self, count: int, num_blocks: int, words: Words, parts: Sections) -> bool:
-        """Whether words would not shrink if all had as many values as ``num_blocks`` of their blocks."""
+        """Return whether words would not shrink if all were like ``num_blocks`` of their blocks."""
         saved = num_blocks * BLOCK - count
         return words.num_bytes * saved <= parts.values * num_blocks * BLOCK
 
     def _sampled_full(self, words: Words, parts: Sections, scratch: int) -> bool:
-        """Whether a few blocks, evenly spread, say that ``words`` will not shrink."""
+        """Return whether a few blocks, evenly spread, say that ``words`` will not shrink."""
         pack, whole, count = self.kernel(f"pack{words.bits}"), words.num_words // BLOCK, 0
         num_samples = min(whole // _PART, _MOST // 2)
         for i in range(num_samples):
@@ -149,7 +149,7 @@ class ZeroValue(Base):
         return ctypes.c_uint64.from_address(mask + parts.offsets + 8 * parts.num_blocks - 8).value
 
     def bitmap_checksum(self, mask: int, num_words: int) -> int:
-        """What tells the bitmap of ``num_words`` words at the address ``mask`` from another: a u64, never 0.
+        """Checksum of the bitmap of ``num_words`` words at the address ``mask``: a u64, never 0.
 
         The bitmap as little-endian u64 words w[i], zeros behind its last bit up to a whole one::
 

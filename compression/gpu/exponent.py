@@ -77,13 +77,13 @@ def tail_bytes(n1, n2, n3, k2, k3):
 
 @triton.jit
 def eights():
-    """Where each of a block's words, codes or escapes stands in it: [512, 8]."""
+    """Places of a block's words, codes or escapes in it: [512, 8]."""
     return tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
 def words_of_block(number, at):
-    """How many of ``number`` words stand in the block that begins ``at`` one of them, in 32 bits."""
+    """Count those of ``number`` words in the block that begins ``at`` one of them, in 32 bits."""
     return tl.minimum(tl.maximum(number - at, 0), BLOCK).to(tl.int32)
 
 
@@ -101,7 +101,7 @@ def turned(word, BITS: tl.constexpr):
 
 @triton.jit
 def places_of(used):
-    """How many of a block's ``used`` stand before each, and how many there are."""
+    """Count a block's ``used`` before each, and all of them."""
     lane = tl.arange(0, LANES)
     bits = tl.sum(used.to(tl.uint32) << lane[None, :].to(tl.uint32), axis=1).to(tl.uint32)
     ones = ones_of(bits)
@@ -250,7 +250,7 @@ PLANS, NUM_PLANS = tl.constexpr(exponent_ir.PLANS), tl.constexpr(len(exponent_ir
 
 @triton.jit
 def count_exponents(words, number, BITS: tl.constexpr, RUNS: tl.constexpr):
-    """How often each exponent stands in runs of 64 words, which begin where the CPU's do."""
+    """Count each exponent in runs of 64 words, which begin where the CPU's do."""
     run, lane = tl.arange(0, RUNS), tl.arange(0, GROUP)
     places = (number - (GROUP - 1)).to(tl.uint64)
     first = tl.umulhi(run.to(tl.uint64) * GOLDEN, tl.zeros([RUNS], tl.uint64) + places).to(tl.int64)
@@ -341,7 +341,7 @@ def read_head(at, sound):
 
 @triton.jit
 def open_block(payload, numbers, num_bytes, room, BITS: tl.constexpr):
-    """What a payload says of this program's block.
+    """Read the numbers of this program's block.
 
     Args:    numbers: holds the number of words, at most ``room``.
     Returns: whether it is sound; codes of level 1; escapes of levels 1, 2 and 3; where its tail begins. All

@@ -49,7 +49,7 @@ def bits_of_block(bitmap, block, num_words, BLOCK: tl.constexpr):
 
 @triton.jit
 def places(bits, BLOCK: tl.constexpr):
-    """Which words of a block have their bit set, and how many set bits stand before each: [BLOCK/32, 32].
+    """Words of a block whose bit is set, and the number of set bits before each: [BLOCK/32, 32].
 
     A scan over the counts of 32-bit words and a count within each: static shuffles, where a scan over all
     words would go through shared memory.
@@ -64,13 +64,13 @@ def places(bits, BLOCK: tl.constexpr):
 
 @triton.jit
 def words_of_block(block, BLOCK: tl.constexpr):
-    """Where the words of a block stand: [BLOCK/32, 32]."""
+    """Places of the words of a block: [BLOCK/32, 32]."""
     return block * BLOCK + tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
 
 
 @triton.jit
 def start_of_block(offsets, block):
-    """How many values stand before a block."""
+    """Number of values before a block."""
     return tl.load(offsets + block - 1, mask=block > 0, other=0)
 
 
@@ -309,7 +309,7 @@ def num_values(mask: Tensor, words: Tensor) -> Tensor:
 
 
 def _ends(mask: Tensor, words: Tensor) -> Tensor:
-    """How many bits of a bitmap are set before the end of each block."""
+    """Count the set bits of a bitmap before the end of each block."""
     num_words, num_blocks = words.numel(), sections(words.numel()).num_blocks
     counts = torch.empty(num_blocks, dtype=torch.int64, device=mask.device)
     rows = mask.view(torch.int32)

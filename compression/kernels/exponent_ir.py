@@ -38,7 +38,7 @@ class PortableExponents:
     book_bytes = TABLE_BYTES  # of one level
 
     def shared(self) -> str:
-        """What its steps call."""
+        """Functions and tables of its steps."""
         gather = _each_set_bit("gather", source="%bit", to="%n")
         return gather + _each_set_bit("spread", source="%n", to="%bit")
 
@@ -47,7 +47,7 @@ class PortableExponents:
         return "  %books = getelementptr i8, ptr %tables, i64 0"
 
     def encoder(self, k: int) -> str:
-        """What ``encode`` needs of the level's %book, before the loop."""
+        """Registers of ``encode`` from the level's %book, before the loop."""
         return "\n".join(_splat("%book", j) for j in range(escape(k)))
 
     def encode(self, k: int) -> str:
@@ -81,7 +81,7 @@ class PortableExponents:
         return f"{text}\n  %c = bitcast {EIGHTS} {codes} to {BYTES}"
 
     def decoder(self, k: int) -> str:
-        """What ``decode`` needs of the level's %table, before the loop."""
+        """Registers of ``decode`` from the level's %table, before the loop."""
         return "\n".join(_splat("%table", j) for j in range(escape(k)))
 
     def decode(self, k: int) -> str:

@@ -167,7 +167,7 @@ def count(mask: str, lanes: int, ones: str) -> str:
 
 
 def place(num_bytes: int, *, stream: bool) -> str:
-    """How a store of ``num_bytes`` goes: past the cache, to a multiple of them, or anywhere."""
+    """Alignment of a store of ``num_bytes``: past the cache to a multiple of them, or anywhere."""
     return f"align {num_bytes}, !nontemporal !0" if stream else "align 1"
 
 
@@ -207,12 +207,12 @@ class Avx2:
         return [*tables, "declare <8 x i32> @llvm.x86.avx2.permd(<8 x i32>, <8 x i32>)"]
 
     def _compressed(self, mask: int) -> list[int | None]:
-        """Which lane goes to each place."""
+        """Return the lane that goes to each place."""
         kept: list[int | None] = [lane for lane in range(self.row_lanes) if mask >> lane & 1]
         return kept + [None] * (self.row_lanes - len(kept))
 
     def _expanded(self, mask: int) -> list[int | None]:
-        """Which value goes to each lane."""
+        """Return the value that goes to each lane."""
         below = [(mask & ((1 << lane) - 1)).bit_count() for lane in range(self.row_lanes)]
         return [below[lane] if mask >> lane & 1 else None for lane in range(self.row_lanes)]
 
