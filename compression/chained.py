@@ -24,7 +24,7 @@ from .buffers import Scratch, view_at
 from .errors import CodecError
 from .frame import FLOATS, ON_REQUEST, sections
 from .geometry import Words
-from .raw import Codec, Packed, Raw
+from .raw import Base, Codec, Packed, Raw
 from .zero_value import SLACK, ZeroValue
 
 
@@ -68,10 +68,7 @@ class Combined:
         return Packed(self.name if codec == self._inner.name else self._zero_value.name, head + num_bytes)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
-
-        Raises: CodecError: bitmap, offsets, values and length disagree.
-        """
+        """Read bitmap and offsets, and the values by the other codec."""
         parts = sections(out.num_words)
         count, rest = num_values_at(payload + parts.offsets, out.num_words), num_bytes - parts.values
         if not self._inner.fits(count, out.bits, rest):
@@ -119,20 +116,16 @@ def _at(view: memoryview) -> int:
     return np.frombuffer(view, np.uint8).ctypes.data
 
 
-class ZeroValueLz4:
+class ZeroValueLz4(Base):
     """Bitmap and values through lz4, each where it shrinks; zero_value where neither does."""
 
     dtypes = ON_REQUEST
 
     def __init__(self, zero_value: ZeroValue) -> None:
-        """Pack by ``zero_value`` first."""
+        super().__init__(zero_value.isa)
         self.name = f"{zero_value.name}+lz4"
         self._zero_value = zero_value
         self._head, self._values = Scratch(), Scratch()
-
-    def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs, in bytes."""
-        return num_words * bits // 8
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
         """Return whether a payload of ``num_bytes`` can hold these words."""
@@ -163,10 +156,7 @@ class ZeroValueLz4:
         return Packed(name, end - out)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
-
-        Raises: CodecError: head, bitmap, offsets, values and length disagree, or a section is no lz4 block.
-        """
+        """Read head and offsets, restore bitmap and values, and expand them."""
         parts = sections(out.num_words)
         start = ctypes.string_at(payload, HEAD_BYTES)
         length, padding = int.from_bytes(start[:8], "little"), start[8:]
