@@ -1,4 +1,4 @@
-"""How bytes shrink: frames, codecs and their kernels (floor 1: imports nothing of the other floors).
+"""Frames, codecs and their kernels (floor 1: imports nothing of the other floors).
 
 Python 3.14 has a standard package of this name, and ``gzip`` imports it: found from the checkout root, this
 one lends it its name.

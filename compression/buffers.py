@@ -203,7 +203,7 @@ class Scratch(threading.local):
         return self._buffer
 
     def address(self, num_bytes: int) -> int:
-        """Where the ``buffer`` of so many bytes is."""
+        """Return the address of the ``buffer`` of so many bytes."""
         return self.buffer(num_bytes).data_ptr()
 
 
@@ -215,6 +215,6 @@ def size_class(num_bytes: int) -> int:
 
 
 def no_memory(error: Exception) -> CodecError:
-    """What to raise where memory to unpack in could not be had."""
+    """Error for memory to unpack in that could not be had."""
     rule = "a frame is unpacked in memory that this machine has"
     return CodecError(f"{rule}, found {type(error).__name__}: {error}; free some of it")

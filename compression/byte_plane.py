@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ from .buffers import Scratch, view_at
 from .errors import CodecError
 from .frame import FLOATS, MAX_RATIO, OTHERS
 from .geometry import Words
-from .kernels.jit import planes_kernels
-from .raw import Packed, Raw
+from .raw import Base, Packed, Raw
 
 HEAD_BYTES = 64
 _LEVEL = 1
@@ -53,26 +51,25 @@ class _Zstd(threading.local):
         self.decompress = zstandard.ZstdDecompressor().decompress
 
 
-class BytePlane:
+class BytePlane(Base):
     """Planes of bytes, through zstd where that gains 2 %; raw where none does."""
 
     name, dtypes = "byte_plane", FLOATS | OTHERS
 
     def __init__(self, isa: str | None = None) -> None:
-        """Use the kernels of ``isa``; default: the host's best. They are built at the first use."""
-        self._isa = isa
+        super().__init__(isa)
         self._scratch, self._zstd = Scratch(), _Zstd()
 
     def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs, in bytes: that of planes that are all stored."""
+        """Return the bytes of planes that are all stored."""
         return HEAD_BYTES + num_words * bits // 8
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether there is a head, and less than the words."""
         return HEAD_BYTES < num_bytes < num_words * bits // 8
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Pack ``words`` to the address ``out``."""
+        """Write the planes, packed or stored, and then their lengths into the head."""
         parts, rotate = _parts(words)
         paying = self._paying(parts, rotate)
         if not any(paying):
@@ -97,7 +94,7 @@ class BytePlane:
         return Packed(self.name, num_bytes)
 
     def _paying(self, words: Words, rotate: int) -> list[bool]:
-        """Which planes a few samples, evenly spread, say are worth compressing."""
+        """Tell by a few samples, evenly spread, which planes are worth compressing."""
         if words.num_words <= _NUM_SAMPLES * _SAMPLE_WORDS:
             return [words.num_words > 0] * (words.bits // 8)
         sizes = [0] * (words.bits // 8)
@@ -110,20 +107,17 @@ class BytePlane:
         return [size <= _GAIN * _NUM_SAMPLES * _SAMPLE_WORDS for size in sizes]
 
     def _split(self, words: Words, rotate: int) -> list[int]:
-        """Where the planes of ``words`` are: in this thread's scratch, until it splits again."""
+        """Return the addresses of the planes of ``words`` in this thread's scratch, until it splits again."""
         if words.bits == 8:
             return [words.address]
         first = self._scratch.address(words.num_bytes)
         planes = [first + k * words.num_words for k in range(words.bits // 8)]
         at = (ctypes.c_uint64 * len(planes))(*planes)
-        self._kernel("split", words.bits)(words.address, words.num_words, rotate, ctypes.addressof(at))
+        self.kernel(f"split{words.bits}")(words.address, words.num_words, rotate, ctypes.addressof(at))
         return planes
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
-
-        Raises: CodecError: the lengths disagree, or what zstd finds is not a plane.
-        """
+        """Read the lengths, unpack the planes that are packed, and join them all."""
         parts, rotate = _parts(out)
         num_planes = parts.bits // 8
         head = ctypes.string_at(payload, HEAD_BYTES)
@@ -143,13 +137,10 @@ class BytePlane:
             ctypes.memmove(out.address, planes[0], parts.num_words)
             return
         at = (ctypes.c_uint64 * num_planes)(*planes)
-        self._kernel("join", parts.bits)(ctypes.addressof(at), parts.num_words, rotate, out.address)
+        self.kernel(f"join{parts.bits}")(ctypes.addressof(at), parts.num_words, rotate, out.address)
 
     def _plane(self, packed: memoryview, num_bytes: int) -> bytes:
-        """What zstd finds in ``packed``; memory is taken for ``num_bytes`` bytes alone.
-
-        Raises: CodecError: it is not one zstd frame of that size.
-        """
+        """Unpack one zstd frame; memory is taken for ``num_bytes`` bytes alone."""
         try:
             found, plain = zstandard.get_frame_parameters(packed).content_size, b""
             if found == num_bytes:
@@ -159,6 +150,3 @@ class BytePlane:
         if len(plain) != num_bytes:
             raise CodecError(f"a plane of this frame has {num_bytes} bytes, found {found}; it was damaged")
         return plain
-
-    def _kernel(self, verb: str, bits: int) -> Callable[..., None]:
-        return planes_kernels(self._isa).call[f"{verb}{bits}"]

@@ -24,12 +24,12 @@ from .buffers import Scratch, view_at
 from .errors import CodecError
 from .frame import FLOATS, ON_REQUEST, sections
 from .geometry import Words
-from .raw import Codec, Packed, Raw
+from .raw import Base, Codec, Packed, Raw
 from .zero_value import SLACK, ZeroValue
 
 
 def num_values_at(offsets: int, num_words: int) -> int:
-    """What the last of the ``offsets`` of a zero_value payload says, if it can be.
+    """Return the last of the ``offsets`` of a zero_value payload.
 
     Raises: CodecError: more values than words.
     """
@@ -54,13 +54,13 @@ class Combined:
         return sections(num_words).values + self._inner.max_bytes(num_words, bits)
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether a payload of ``num_bytes`` can hold these words."""
         return sections(num_words).values < num_bytes < num_words * bits // 8
 
     def pack(self, words: Words, out: int) -> Packed:
         """Pack ``words`` to the address ``out``."""
         head, values = sections(words.num_words).values, self._values.address(words.num_bytes + SLACK)
-        count = self._zero_value.pack_apart(words, out, values)
+        count = self._zero_value.pack_to(words, out, values)
         if count is None:
             return self._inner.pack(words, out)
         codec, num_bytes = self._inner.pack(words._replace(address=values, num_words=count), out + head)
@@ -68,10 +68,7 @@ class Combined:
         return Packed(self.name if codec == self._inner.name else self._zero_value.name, head + num_bytes)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
-
-        Raises: CodecError: bitmap, offsets, values and length disagree.
-        """
+        """Read bitmap and offsets, and the values by the other codec."""
         parts = sections(out.num_words)
         count, rest = num_values_at(payload + parts.offsets, out.num_words), num_bytes - parts.values
         if not self._inner.fits(count, out.bits, rest):
@@ -80,7 +77,7 @@ class Combined:
         values = self._values.address(out.num_bytes + SLACK)
         inner = out._replace(address=values, num_words=count)
         self._inner.unpack(payload + parts.values, rest, inner)
-        self._zero_value.unpack_apart(payload, values, count, out)
+        self._zero_value.unpack_from(payload, values, count, out)
 
 
 HEAD_BYTES = 64
@@ -119,23 +116,19 @@ def _at(view: memoryview) -> int:
     return np.frombuffer(view, np.uint8).ctypes.data
 
 
-class ZeroValueLz4:
+class ZeroValueLz4(Base):
     """Bitmap and values through lz4, each where it shrinks; zero_value where neither does."""
 
     dtypes = ON_REQUEST
 
     def __init__(self, zero_value: ZeroValue) -> None:
-        """Pack by ``zero_value`` first."""
+        super().__init__(zero_value.isa)
         self.name = f"{zero_value.name}+lz4"
         self._zero_value = zero_value
         self._head, self._values = Scratch(), Scratch()
 
-    def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs, in bytes."""
-        return num_words * bits // 8
-
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether a payload of ``num_bytes`` can hold these words."""
         parts = sections(num_words)
         return HEAD_BYTES + parts.values - parts.offsets < num_bytes < num_words * bits // 8
 
@@ -144,7 +137,7 @@ class ZeroValueLz4:
         parts, word_bytes = sections(words.num_words), words.bits // 8
         head = self._head.address(parts.values)
         values = self._values.address(words.num_bytes + SLACK)
-        count = self._zero_value.pack_apart(words, head, values)
+        count = self._zero_value.pack_to(words, head, values)
         if count is None:
             return Raw().pack(words, out)
         plain = parts.values + count * word_bytes
@@ -163,10 +156,7 @@ class ZeroValueLz4:
         return Packed(name, end - out)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
-
-        Raises: CodecError: head, bitmap, offsets, values and length disagree, or a section is no lz4 block.
-        """
+        """Read head and offsets, restore bitmap and values, and expand them."""
         parts = sections(out.num_words)
         start = ctypes.string_at(payload, HEAD_BYTES)
         length, padding = int.from_bytes(start[:8], "little"), start[8:]
@@ -181,4 +171,4 @@ class ZeroValueLz4:
         head = self._head.address(parts.values)
         ctypes.memmove(head, _at(bitmap), parts.offsets)
         ctypes.memmove(head + parts.offsets, payload + HEAD_BYTES, parts.values - parts.offsets)
-        self._zero_value.unpack_apart(head, _at(values) if count else payload, count, out)
+        self._zero_value.unpack_from(head, _at(values) if count else payload, count, out)

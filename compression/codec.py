@@ -18,8 +18,8 @@ from .frame import (
     ALIGNMENT,
     DTYPE_NUMBERS,
     MASKED,
+    FrameSpec,
     Header,
-    Promise,
     accounts,
     check_bytes,
     check_memory,
@@ -28,13 +28,13 @@ from .frame import (
     read_header,
     write_header,
 )
-from .geometry import Geometry, Words, contiguous, gather, geometry, in_memory, resolved, scatter
+from .geometry import Geometry, Words, geometry, in_memory, in_order, scatter
 from .names import HOST
 from .raw import Codec, Raw
 from .registry import CODECS as CODECS
 from .registry import LOSSY_CODECS as LOSSY_CODECS
-from .registry import ZERO_VALUE, codec_named, inner_of
-from .zero_value import bitmap_for, bitmap_of, has_bitmap, pack_masked, unpack_masked
+from .registry import codec_named, inner_of
+from .zero_value import ZERO_VALUE, bitmap_for, bitmap_in, has_bitmap, pack_masked, unpack_masked
 
 _CPU = torch.device(HOST)
 _PLAIN = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64})
@@ -44,14 +44,14 @@ _SHORT = 1 << 14  # bytes: where algorithms are deterministic torch fills the me
 def unpacked(frame: Tensor, header: Header, buffer: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """The tensor of ``frame``, whose header is ``header``; arguments and errors as ``codec.decode``."""
     try:
-        return None if header.dtype is None else _laid_out(frame, header, header.dtype, buffer, mask)
+        return None if header.dtype is None else _new_tensor(frame, header, header.dtype, buffer, mask)
     except (MemoryError, RuntimeError) as error:  # torch has no kind of its own for memory that is not there
         raise no_memory(error) from error
 
 
 @lru_cache(maxsize=1024)
 def _reading(header: Header) -> tuple[int, Geometry, Codec, bool]:
-    """Where the payload begins, what it is, and whether it is that of a short tensor like most."""
+    """Return the payload's start, its geometry and codec, and whether the tensor is short and dense."""
     geo, codec = header.geometry, codec_named(header.codec)
     if not header.flags & MASKED and not codec.fits(geo.num_words, geo.word_bits, header.payload_bytes):
         found = f"{header.payload_bytes} bytes for {geo.num_stored} elements of {geo.item_bytes}"
@@ -60,7 +60,7 @@ def _reading(header: Header) -> tuple[int, Geometry, Codec, bool]:
     return header_bytes(len(header.sizes)), geo, codec, short and not header.flags and not header.address
 
 
-def _laid_out(
+def _new_tensor(
     frame: Tensor, header: Header, dtype: torch.dtype, buffer: Tensor | None, mask: Tensor | None
 ) -> Tensor:
     start, geo, codec, short = _reading(header)
@@ -71,7 +71,7 @@ def _laid_out(
             out = Words(address, geo.num_words, geo.word_bits, dtype)
             codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
             return tensor
-    bitmap = bitmap_for(header, mask, ZERO_VALUE) if header.flags & MASKED else None
+    bitmap = bitmap_for(header, mask) if header.flags & MASKED else None
     needed = header.address + geo.span * geo.item_bytes
     storage, base = memory(needed) if buffer is None else lent(buffer, needed, geo.item_bytes)
     first = base + header.address
@@ -81,8 +81,7 @@ def _laid_out(
     if bitmap is None:
         codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
     else:
-        inner = inner_of(header.codec)
-        unpack_masked(frame.data_ptr() + start, header.payload_bytes, bitmap, out, ZERO_VALUE, inner)
+        unpack_masked(frame.data_ptr() + start, header.payload_bytes, bitmap, out, inner_of(header.codec))
     if dtype is torch.bool:  # kernels do not agree on what another byte than 0 and 1 means
         flat = torch.empty(0, dtype=torch.uint8).set_(storage, first, (geo.num_words,), (1,))
         (flat if words is None else words).ne_(0)
@@ -117,9 +116,9 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
             f"a frame carries a tensor or None, found a {type(tensor).__name__}; convert it first"
         )
     if tensor is not None and tensor.is_cuda:
-        from . import gpu
+        from .gpu import frames
 
-        return gpu.encode(tensor, codec, requires_grad=tensor.requires_grad, mask=mask)
+        return frames.encode(tensor, codec, requires_grad=tensor.requires_grad, mask=mask)
     most = header_bytes(0) if tensor is None else _layout(_geometry_of(tensor), codec)[2]
     whole = _kept.buffer(most) if most <= SMALL_BYTES else new_bytes(most)
     requires_grad = tensor is not None and tensor.requires_grad
@@ -129,7 +128,7 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
 
 @lru_cache(maxsize=1024)
 def buffer_bytes(sizes: tuple[int, ...], dtype: torch.dtype, codec: str) -> int:
-    """What ``pack_into`` needs for any tensor of these sizes, in bytes."""
+    """Return the bytes that ``pack_into`` needs for any tensor of these sizes."""
     bits, num_bytes = 8 * min(dtype.itemsize, 8), math.prod(sizes) * dtype.itemsize
     return header_bytes(len(sizes)) + codec_named(codec).max_bytes(num_bytes * 8 // bits, bits)
 
@@ -164,24 +163,17 @@ def pack_into(
     if not in_memory(tensor, geo.span):  # where the kernels would read all the same
         found = f"a {type(tensor).__name__} of sizes {tuple(geo.sizes)} without it"
         raise CodecError(f"a frame carries a tensor in memory of its own, found {found}; pass a real tensor")
-    address = tensor.data_ptr() % ALIGNMENT
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = resolved(tensor, geo)
-        geo = geo if geo.travels else _geometry_of(tensor)
-    if geo.order != "dense":
-        tensor = gather(tensor, geo)
-        geo = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
+    tensor, geo, place = in_order(tensor, geo)
     words, out = Words(tensor.data_ptr(), geo.num_words, geo.word_bits, dtype), buffer.data_ptr() + start
-    bitmap = None if mask is None or not has_bitmap(codec) else bitmap_of(mask, ZERO_VALUE)
-    if bitmap is None or not bitmap.suits(dtype, geo):
+    bitmap = None if mask is None or not has_bitmap(codec) else bitmap_in(mask, dtype, geo)
+    if bitmap is None:
         written, num_bytes = chosen.pack(words, out)
         flags = checksum = 0
         if written != "raw" and not accounts(num_bytes, geo):  # wide gaps around what shrank to nothing
             written, num_bytes = Raw().pack(words, out)
     else:
-        written, num_bytes = pack_masked(words, bitmap, out, ZERO_VALUE, inner_of(codec))
-        flags, checksum = MASKED, bitmap.checksum
-    place = 0 if address % geo.item_bytes else address
+        written, num_bytes = pack_masked(words, bitmap, out, inner_of(codec))
+        flags, checksum = MASKED, ZERO_VALUE.bitmap_checksum(bitmap, geo.num_words)
     header = Header(written, dtype, geo.sizes, geo.strides, num_bytes, flags, place, requires_grad, checksum)
     return write_header(buffer, header) + num_bytes
 
@@ -205,9 +197,9 @@ def decode(
              nothing else ever.
     """
     if isinstance(frame, Tensor) and frame.is_cuda:
-        from . import gpu
+        from .gpu import frames
 
-        return gpu.decode(frame, mask=mask, max_bytes=max_bytes)
+        return frames.decode(frame, mask=mask, max_bytes=max_bytes)
     header = read_header(frame)
     if frame.numel() != (length := header_bytes(len(header.sizes)) + header.payload_bytes):
         raise CodecError(f"this frame has {length} bytes, found {frame.numel()}; cut off what follows it")
@@ -216,7 +208,7 @@ def decode(
 
 
 def decode_received(
-    buffer: Tensor, promise: Promise | None = None, *, mask: Tensor | None = None, pooled: bool = False
+    buffer: Tensor, promise: FrameSpec | None = None, *, mask: Tensor | None = None, pooled: bool = False
 ) -> tuple[Tensor | None, int, bool]:
     """Unpack the frame at the start of ``buffer``, which was posted before anybody knew how long it would be.
 
@@ -229,7 +221,7 @@ def decode_received(
     """
     header = read_header(buffer, pooled=pooled)
     if promise is not None:
-        promise.hold(header)
+        promise.check(header)
     length = header_bytes(len(header.sizes)) + header.payload_bytes
     return unpacked(buffer, header, None, mask), length, header.requires_grad
 

@@ -1,4 +1,4 @@
-"""What each codec would cost on a tensor: its bytes and seconds, tried on a sample of the tensor itself.
+"""Cost of each codec on a tensor: bytes and seconds, tried on a sample of the tensor itself.
 
 No codec pays everywhere: zeros, dense floats and integers want different ones, and a fast link wants none.
 Source: DESIGN idea "bypass by measurement"; Rhu et al., HPCA 2018 (densities differ by layer and over time).
@@ -22,7 +22,7 @@ SAMPLE_BYTES_GPU = 1 << 26  # less is no work for one
 
 
 class Cost(NamedTuple):
-    """What sending a tensor with one codec costs: bytes of the frame, seconds to pack and to unpack."""
+    """Cost of sending a tensor with one codec: bytes of the frame, seconds to pack and to unpack."""
 
     num_bytes: float
     pack_seconds: float
@@ -35,7 +35,7 @@ def candidates(dtype: torch.dtype, *, on_gpu: bool = False) -> list[str]:
     Args:    on_gpu: those alone that a GPU packs by itself."""
     found = [name for name, codec in CODECS.items() if dtype in codec.dtypes]
     if on_gpu:
-        from .gpu_words import KERNELS
+        from .gpu.payloads import KERNELS
 
         return [name for name in found if name in KERNELS]
     return found
@@ -68,7 +68,7 @@ def trial(tensor: Tensor, codec: str, pool: Pool, *, num_bytes: int, mask: Tenso
 
 
 def _fastest(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What ``run`` returns, and the seconds of its faster run of two."""
+    """Return the result of ``run``, and the seconds of its faster run of two."""
     seconds = []
     result = None
     for _ in range(2):

@@ -17,7 +17,7 @@ class PlanError(PenstockError):
 
 
 class Disagreement(PlanError):
-    """What ranks were given differs, or one of them refused it; every rank raises it at the same point."""
+    """A difference between what ranks were given, or a refusal by one; every rank raises it."""
 
 
 class ScheduleError(PenstockError):

@@ -30,9 +30,8 @@ import torch
 from .errors import CodecError
 from .frame import ALIGNMENT, BLOCK, FLOATS, aligned
 from .geometry import Words
-from .kernels.exponent_ir import BLOCK_TAIL_BYTES, GROUP, NUM_LEVELS, PLANS, TABLE_BYTES, escape
-from .kernels.jit import ExponentKernels, exponent_kernels
-from .raw import Packed, Raw
+from .kernels.exponent_ir import BLOCK_TAIL_BYTES, GROUP, NUM_LEVELS, PLANS, TABLE_BYTES, escape, kernel_name
+from .raw import Base, Packed, Raw
 from .zero_value import STREAM_BYTES
 
 _DTYPES = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}
@@ -45,7 +44,7 @@ _SCRATCH = ctypes.c_char * ((BLOCK + GROUP) * 4)  # words of a block and their p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the sections of a payload begin and end, in bytes from its start."""
+    """Begins and ends of a payload's sections, in bytes from its start."""
 
     codes_per_group: int  # bytes for 64 words
     remainders_per_group: int
@@ -75,34 +74,23 @@ def layout(num_words: int, bits: int, k: int) -> Layout:
     )
 
 
-class Exponent:
+class Exponent(Base):
     """Codes, remainders and tail as above for floats of 32 or 16 bits; raw where that is not shorter."""
 
     name, dtypes = "exponent", FLOATS
 
-    def __init__(self, kernels: ExponentKernels | None = None) -> None:
-        """Use ``kernels``; default: the host's best, built at the first use."""
-        self._kernels = kernels
-
-    @property
-    def kernels(self) -> ExponentKernels:
-        """The compiled loops."""
-        if self._kernels is None:
-            self._kernels = exponent_kernels()
-        return self._kernels
-
     def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs, in bytes: a block's tail more than the words themselves."""
+        """Return the bytes of the words, and of a block's tail."""
         return num_words * bits // 8 + (BLOCK_TAIL_BYTES if num_words >= _SHORTEST else 0)
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether there is room for the sections in front of the tail."""
         if bits not in _DTYPES.values() or not num_words:
             return False
         return layout(num_words, bits, min(PLANS)[0]).tail < num_bytes < num_words * bits // 8
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Pack ``words`` to the address ``out``."""
+        """Write plan, codes, remainders, offsets and tail."""
         if words.dtype in _DTYPES and words.num_words >= _SHORTEST:
             num_bytes = self._pack(words, out)
             if num_bytes < words.num_bytes:
@@ -123,7 +111,10 @@ class Exponent:
 
         def blocks(source: int, num_words: int, first: int, start: int, *, stream: bool = False) -> int:
             """Pack from block ``first`` on, whose tail starts at ``start``; where the last one's ends."""
-            kernel, at = self.kernels.pack[bits, plan, stream], _sections(out, parts, first)
+            kernel, at = (
+                self.kernel(kernel_name("pack", bits, plan, stream=stream)),
+                _sections(out, parts, first),
+            )
             return kernel(source, -(-num_words // GROUP), out + _TABLES, *at, start, limit)
 
         (whole, rest), end = divmod(words.num_words, BLOCK), 0
@@ -142,14 +133,13 @@ class Exponent:
     def _plan(self, words: Words) -> bytes:
         """The plan for ``words``, from a sample of them."""
         counts, runs = np.zeros(256, np.int64), min(_RUNS, words.num_words // GROUP)
-        self.kernels.count[words.bits](words.address, words.num_words - GROUP + 1, runs, counts.ctypes.data)
+        self.kernel(f"count{words.bits}")(
+            words.address, words.num_words - GROUP + 1, runs, counts.ctypes.data
+        )
         return plan_section(counts, words.bits)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
-
-        Raises: CodecError: plan, codes, tail, offsets and length disagree.
-        """
+        """Read plan, codes, remainders, offsets and tail."""
         plan = tuple(ctypes.string_at(payload, min(num_bytes, NUM_LEVELS)))
         if plan not in PLANS or _DTYPES.get(out.dtype) != out.bits:
             rule = f"an exponent frame has floats and codes of {', '.join(map(str, PLANS))} bits"
@@ -165,7 +155,10 @@ class Exponent:
 
         def blocks(to: int, num_words: int, first: int, start: int, *, stream: bool = False) -> int:
             """Unpack from block ``first`` on, whose tail starts at ``start``."""
-            kernel, at = self.kernels.unpack[out.bits, plan, stream], _sections(payload, parts, first)
+            kernel, at = (
+                self.kernel(kernel_name("unpack", out.bits, plan, stream=stream)),
+                _sections(payload, parts, first),
+            )
             return kernel(*at, start, count, -(-num_words // GROUP), payload + _TABLES, to)
 
         (whole, rest), end = divmod(out.num_words, BLOCK), 0

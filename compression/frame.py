@@ -13,7 +13,7 @@ every section at a multiple of 64 bytes::
 
 A word is an element, or an 8-byte half of a complex128. The numbers of dtypes are for ever: a frame on disk
 outlives the release that wrote it, and no name is ever evaluated. A frame may come from anybody who reaches
-the port, so a receiver holds it against its ``Promise`` before anything is allocated.
+the port, so a receiver holds it against its ``FrameSpec`` before anything is allocated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from . import names
 from .errors import CodecError
-from .geometry import MAX_DIMS, MAX_SPREAD, Geometry, geometry, in_memory
+from .geometry import ALIGNMENT, MAX_DIMS, MAX_SPREAD, Geometry, geometry, in_memory
 from .names import AUTO, lossless
 
 # A dtype's number is its place here: append, never reorder. 0 stands for no tensor.
@@ -55,7 +55,6 @@ ON_REQUEST: frozenset[torch.dtype] = frozenset()  # only where it is asked for b
 
 
 MAGIC, VERSION = b"PNST", 1
-ALIGNMENT = 64
 BLOCK = 4096  # words per block of a zero_value payload
 NO_TENSOR = 1  # flag: this frame stands for None, as where there is no gradient
 MASKED = 2  # flag: values alone, at the set bits of a bitmap that the reader has; its checksum is the frame's
@@ -66,7 +65,7 @@ _FIXED_BYTES = _START.size + 4 + 16
 
 
 class Header(NamedTuple):
-    """What a frame says about its tensor; a tuple, since one is made for every message."""
+    """A frame's description of its tensor; a tuple, since one is made for every message."""
 
     codec: str
     dtype: torch.dtype | None  # None where the flag NO_TENSOR is set
@@ -80,14 +79,14 @@ class Header(NamedTuple):
 
     @property
     def geometry(self) -> Geometry:
-        """Where the elements lie; only for a frame that carries a tensor."""
+        """Geometry of the elements; only for a frame that carries a tensor."""
         assert self.dtype is not None, "a frame without a tensor has no geometry"
         return geometry(self.sizes, self.strides, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
-    """Where the parts of a zero_value payload begin, in bytes from its start."""
+    """Starts of the parts of a zero_value payload, in bytes."""
 
     num_blocks: int
     offsets: int
@@ -114,7 +113,7 @@ def frame_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def accounts(payload_bytes: int, geo: Geometry) -> bool:
-    """Whether a payload is long enough to ask for the memory of this geometry, gaps included."""
+    """Return whether a payload is long enough to ask for the memory of this geometry, gaps included."""
     return geo.span * geo.item_bytes <= payload_bytes * MAX_RATIO
 
 
@@ -128,7 +127,7 @@ def decoded_bytes(header: Header) -> int:
 
 @lru_cache(maxsize=4096)
 def sections(num_words: int) -> Sections:
-    """Where the offsets and values of ``num_words`` packed words begin."""
+    """Return the starts of the offsets and values of ``num_words`` packed words."""
     num_blocks = -(-num_words // BLOCK)
     offsets = aligned(-(-num_words // 8))
     return Sections(num_blocks=num_blocks, offsets=offsets, values=offsets + aligned(8 * num_blocks))
@@ -157,7 +156,7 @@ def check_memory(buffer: Tensor) -> None:
 
 @lru_cache(maxsize=256)
 def _rest(num_dims: int) -> struct.Struct:
-    """What stands behind the CRC32: payload bytes, checksum, sizes, strides, padding."""
+    """Layout after the CRC32: payload bytes, checksum, sizes, strides, padding."""
     padding = header_bytes(num_dims) - _FIXED_BYTES - 16 * num_dims
     return struct.Struct(f"<QQ{2 * num_dims}Q{padding}s")
 
@@ -267,7 +266,7 @@ def _check(header: Header) -> None:
 NUMBERS = (torch.bool, torch.int64, torch.float64)
 
 
-class Promise(NamedTuple):
+class FrameSpec(NamedTuple):
     """The frame that will come; a tuple, since one is made for every message.
 
     Any address mod 64 is lawful: it costs 63 bytes at most, and moves no element to another one's place.
@@ -283,7 +282,7 @@ class Promise(NamedTuple):
     number: bool = False  # a Python number, whose type may be another than it was
     frozen: bool = False  # whether it may ask for no gradient all the same: it was frozen since
 
-    def hold(self, header: Header) -> None:
+    def check(self, header: Header) -> None:
         """Raise CodecError unless ``header`` is what was promised."""
         codec, dtype, sizes, strides, _, flags, _, requires_grad, _ = header
         if dtype is None and self.none:

@@ -1,4 +1,4 @@
-"""Where the elements of a strided tensor lie in memory: they travel in that order and come back to it.
+"""Places of a strided tensor's elements in memory: they travel in that order and come back to it.
 
 Another stride or alignment picks another kernel and with it other bits, so sizes, strides and address travel
 exactly (law L3).
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from .errors import CodecError
 
+ALIGNMENT = 64
 MAX_DIMS = 64  # what torch's own element-wise kernels take
 MAX_SPREAD = 64  # a tensor may span this many times its elements
 _LIMIT = 1 << 63
-_WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 class Words(NamedTuple):
@@ -58,14 +59,14 @@ class Geometry:
 
     @property
     def plausible(self) -> bool:
-        """Whether its sizes and strides alone allow it in a frame, at no more cost than its dimensions.
+        """Return whether sizes and strides alone allow it in a frame, at no more cost than its dimensions.
 
         Of dimensions that interleave only a look at every place tells whether two elements share one."""
         return self.order not in ("overlapping", "spread")
 
     @property
     def travels(self) -> bool:
-        """Whether a frame may have this geometry; other tensors are made contiguous first.
+        """Return whether a frame may have this geometry; other tensors are made contiguous first.
 
         Asked of a tensor in memory: it may cost as much as the tensor is long."""
         return self.plausible and (self.order != "scattered" or _distinct(self.walk, self.span))
@@ -111,7 +112,7 @@ def contiguous(sizes: tuple[int, ...], item_bytes: int) -> Geometry:
 
 
 def in_memory(tensor: Tensor, span: int) -> bool:
-    """Whether the ``span`` elements from the first of ``tensor`` on are really there.
+    """Return whether the ``span`` elements from the first of ``tensor`` on are really there.
 
     They are not in a wrapper around other tensors, a fake tensor, or one whose storage was freed.
     """
@@ -142,13 +143,13 @@ def _order(walk: Sequence[tuple[int, int]], num_stored: int, span: int) -> str:
 
 @lru_cache(maxsize=256)
 def _distinct(walk: Sequence[tuple[int, int]], span: int) -> bool:
-    """Whether no two elements share a place."""
+    """Return whether no two elements share a place."""
     num_places = int(torch.count_nonzero(_taken(walk, span, torch.device("cpu"))))
     return num_places == math.prod(size for size, _ in walk)
 
 
 def _taken(walk: Sequence[tuple[int, int]], span: int, device: torch.device) -> Tensor:
-    """Which of the ``span`` places hold an element; only for dimensions that interleave: rare."""
+    """Mark the ``span`` places that hold an element; only for dimensions that interleave: rare."""
     taken = torch.zeros(span, dtype=torch.bool, device=device)
     taken.as_strided([size for size, _ in walk], [stride for _, stride in walk]).fill_(True)
     return taken
@@ -161,7 +162,7 @@ def _view(
     per_item = geo.words_per_item
     sizes = [size for size, _ in dims] + [per_item]
     strides = [stride * per_item for _, stride in dims] + [1]
-    empty = torch.empty(0, dtype=_WORDS[geo.word_bits], device=storage.device)
+    empty = torch.empty(0, dtype=WORDS[geo.word_bits], device=storage.device)
     return empty.set_(storage, first, sizes, strides)
 
 
@@ -170,6 +171,8 @@ def gather(tensor: Tensor, geo: Geometry) -> Tensor:
 
     Returns: new words: in memory order, or in the tensor's own order if ``geo`` may not travel.
     """
+    if not geo.num_elements:
+        return torch.empty(0, dtype=WORDS[geo.word_bits], device=tensor.device)
     storage, first = tensor.untyped_storage(), int(tensor.storage_offset()) * geo.words_per_item
     if not geo.travels:
         return _view(storage, first, geo, tuple(zip(geo.sizes, geo.strides, strict=True))).contiguous()
@@ -177,6 +180,29 @@ def gather(tensor: Tensor, geo: Geometry) -> Tensor:
         flat = _view(storage, first, geo, [(geo.span, 1)])
         return flat.masked_select(_taken(geo.walk, geo.span, flat.device)[:, None])
     return _view(storage, first, geo, geo.walk).contiguous()
+
+
+def in_order(tensor: Tensor, geo: Geometry, *, words: bool = False) -> tuple[Tensor, Geometry, int]:
+    """Bring the words of ``tensor``, whose geometry is ``geo``, one after another.
+
+    Args:
+        tensor: Any dense tensor; a lazy conjugate or negation is carried out.
+        geo: Its geometry.
+        words: Return a dense tensor, too, as words; else as it is.
+
+    Returns:
+        A tensor whose memory begins with the words; the geometry that its frame gives back, and the address
+        mod 64.
+    """
+    address = tensor.data_ptr() % ALIGNMENT
+    address = 0 if address % geo.item_bytes else address
+    order = geo
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = resolved(tensor, geo)
+        order = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
+    if words or order.order != "dense":
+        tensor = gather(tensor, order)
+    return tensor, geo if geo.travels else contiguous(geo.sizes, geo.item_bytes), address
 
 
 def scatter(words: Tensor, storage: torch.UntypedStorage, first_byte: int, geo: Geometry) -> None:

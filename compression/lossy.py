@@ -24,7 +24,7 @@ from torch import Tensor
 from .errors import CodecError
 from .frame import ON_REQUEST, aligned
 from .geometry import Words
-from .raw import Packed, Raw
+from .raw import Base, Packed, Raw
 
 BLOCK = 1024  # words of one scale
 _CHUNK = 32 * BLOCK  # words at once: what is calculated between them stays in the cache
@@ -33,7 +33,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def chunks(words: Words) -> Iterator[tuple[slice, slice]]:
-    """Which words to take at once, and where their bytes are."""
+    """Yield the words to take at once, and the places of their bytes."""
     for first in range(0, words.num_words, _CHUNK):
         end = min(words.num_words, first + _CHUNK)
         yield slice(first, end), slice(first * words.bits // 8, end * words.bits // 8)
@@ -62,7 +62,7 @@ class ScaledBlocks(ABC):
         return _plain_at(num_words) + num_words * bits // 8
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether a payload of ``num_bytes`` can hold these words."""
         plain = _plain_at(num_words)
         return bits > 8 and plain <= num_bytes < num_words * bits // 8 and (num_bytes - plain) * 8 % bits == 0
 
@@ -92,10 +92,7 @@ class ScaledBlocks(ABC):
         return Packed(self.name, end)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Multiply what lies at the address ``payload`` by its scales, to ``out``.
-
-        Raises: CodecError: words of another dtype, a scale that no block has, or blocks that are missing.
-        """
+        """Multiply the codes by their scales, and copy the blocks that travel as they are."""
         if out.dtype not in _FLOATS:
             raise CodecError(f"a {self.name} frame holds floats, found {out.dtype}; it was damaged")
         scales, codes = _sections(payload, out.num_words)
@@ -168,7 +165,7 @@ def _bytes(address: int, num_bytes: int) -> Tensor:
 
 
 def _plain_at(num_words: int) -> int:
-    """Where the blocks that travel as they are begin."""
+    """Return the start of the blocks that travel as they are."""
     return aligned(4 * -(-num_words // BLOCK)) + aligned(num_words)
 
 
@@ -188,13 +185,7 @@ def _blocks(part: Tensor, dtype: torch.dtype) -> Tensor:
     return words.float() if dtype in (torch.float16, torch.bfloat16) else words
 
 
-def _integers(address: int, num_words: int, bits: int) -> np.ndarray:
-    num_bytes = num_words * bits // 8
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
-    return memory.view(f"u{bits // 8}")
-
-
-class Bf16:
+class Bf16(Base):
     """Rounds float32 and float64 to bfloat16, to nearest, ties to even.
 
     Error: at most 2**-8 of the word where it is normal (at least 2**-126), at most 2**-134 below. From
@@ -203,60 +194,40 @@ class Bf16:
 
     name, dtypes = "bf16", ON_REQUEST
 
-    def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs, in bytes: that of the words, should they go raw."""
-        return num_words * bits // 8
-
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether there are two bytes for every word."""
         return bits >= 32 and num_words > 0 and num_bytes == 2 * num_words
 
     def pack(self, words: Words, out: int) -> Packed:
         """Round ``words`` to the address ``out``."""
         if words.dtype not in (torch.float32, torch.float64) or not words.num_words:
             return Raw().pack(words, out)
-        source = _integers(words.address, words.num_words, words.bits)
-        rounded = _integers(out, words.num_words, 16)
+        source = _bytes(words.address, words.num_bytes).view(words.dtype)
+        rounded = _bytes(out, 2 * words.num_words).view(torch.bfloat16)
         for chunk, _ in chunks(words):
-            rounded[chunk] = _rounded(_to_odd(source[chunk]) if words.bits == 64 else source[chunk])
+            part = _to_odd(source[chunk]) if words.bits == 64 else source[chunk]
+            rounded[chunk] = part
+            nan = part.isnan()  # torch's NaN is another one from CPU to CPU: keep the payload, made quiet
+            if nan.any():
+                quiet = (part.view(torch.int32) >> 16 | 0x40).short()
+                rounded[chunk] = torch.where(nan, quiet.view(torch.bfloat16), rounded[chunk])
         return Packed(self.name, 2 * words.num_words)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Widen the words at the address ``payload`` to ``out``.
-
-        Raises: CodecError: words of another dtype.
-        """
+        """Widen the words at the address ``payload`` to ``out``."""
         if out.dtype not in (torch.float32, torch.float64):
             raise CodecError(f"a bf16 frame holds float32 or float64, found {out.dtype}; it was damaged")
-        source = _integers(payload, out.num_words, 16)
-        target = _integers(out.address, out.num_words, out.bits)
-        for chunk, _ in chunks(out):
-            wide = source[chunk].astype(np.uint32) << np.uint32(16)
-            if out.bits == 64:
-                with np.errstate(invalid="ignore"):  # a NaN that signals
-                    wide = wide.view(np.float32).astype(np.float64).view(np.uint64)
-            target[chunk] = wide
+        _bytes(out.address, out.num_bytes).view(out.dtype).copy_(
+            _bytes(payload, num_bytes).view(torch.bfloat16)
+        )
 
 
-def _rounded(words: np.ndarray) -> np.ndarray:
-    """The bits of float32 as those of the nearest bfloat16; a NaN is made quiet, so that it stays one."""
-    kept = words >> np.uint32(16)
-    nearest = (words + (np.uint32(0x7FFF) + (kept & np.uint32(1)))) >> np.uint32(16)
-    is_nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.where(is_nan, kept | np.uint32(0x40), nearest)
-
-
-def _to_odd(words: np.ndarray) -> np.ndarray:
-    """The bits of float64 as those of float32, cut off, the last bit set where that lost something.
-
-    So a second rounding, to bfloat16, finds on which side of a tie it is.
-    """
-    exact = words.view(np.float64)
-    with np.errstate(all="ignore"):
-        nearest = exact.astype(np.float32)
-    back = nearest.astype(np.float64)
-    cut = nearest.view(np.uint32) - (np.abs(back) > np.abs(exact))
-    return cut.astype(np.uint32) | (back != exact)
+def _to_odd(words: Tensor) -> Tensor:
+    """Cut float64 to float32, the last bit set where that lost something: so bfloat16 is rounded to once."""
+    nearest = words.float()
+    wide = nearest.double()
+    bits = nearest.view(torch.int32) - (wide.abs() > words.abs()).int()
+    return (bits | (wide != words).int()).view(torch.float32)
 
 
 LOSSY_CODECS: dict[str, Bf16 | Fp8 | Int8] = {codec.name: codec for codec in (Bf16(), Fp8(), Int8())}

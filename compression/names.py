@@ -25,7 +25,7 @@ LOSSY = ("bf16", "fp8", "int8")
 
 
 def is_device(name: object) -> bool:
-    """Whether a rank can compute on what is called so: cpu, cuda, or one GPU by its number, cuda:1."""
+    """Return whether a rank can compute on this: cpu, cuda, or one GPU by its number, cuda:1."""
     return isinstance(name, str) and re.fullmatch(rf"{HOST}|{GPU}(:[0-9]{{1,4}})?", name) is not None
 
 

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
 
 import torch
 
 from .errors import CodecError
 from .frame import OTHERS
 from .geometry import Words
-from .kernels.jit import narrow_kernels
 from .kernels.narrow_ir import ROW_BYTES
-from .raw import Packed, Raw
+from .raw import Base, Packed, Raw
 
 HEAD_BYTES = 64
 # From here on outputs would only push others out of the cache.
@@ -43,21 +41,13 @@ def _payload_bytes(num_words: int, bits: int, width: int) -> int:
     return HEAD_BYTES + ROW_BYTES * -(-_num_rows(num_words, bits) * width // bits)
 
 
-class Narrow:
+class Narrow(Base):
     """Integers and booleans in the fewest bits; all else, and what would not shrink, goes raw."""
 
     name, dtypes = "narrow", OTHERS
 
-    def __init__(self, isa: str | None = None) -> None:
-        """Use the kernels of ``isa``; default: the host's best. They are built at the first use."""
-        self._isa = isa
-
-    def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs, in bytes: that of the words themselves."""
-        return num_words * bits // 8
-
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words: there is a width for it."""
+        """Return whether there is a width that gives ``num_bytes``."""
         rows = (num_bytes - HEAD_BYTES) // ROW_BYTES
         if rows <= 0 or num_bytes >= num_words * bits // 8:
             return False
@@ -65,7 +55,7 @@ class Narrow:
         return widest > 0 and num_bytes == _payload_bytes(num_words, bits, widest)
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Pack ``words`` to the address ``out``."""
+        """Write the head, and the rows behind it."""
         if words.dtype not in _SIGNED and words.dtype not in _UNSIGNED:
             return Raw().pack(words, out)
         least, width = self._range(words)
@@ -78,7 +68,7 @@ class Narrow:
 
     def _range(self, words: Words) -> tuple[int, int]:
         """The least word, as an unsigned number, and the width of the range (or all bits, known early)."""
-        kernel, word_bytes = self._kernel("range", words.bits), words.bits // 8
+        kernel, word_bytes = self.kernel(f"range{words.bits}"), words.bits // 8
         bias = 1 << (words.bits - 1) if words.dtype in _SIGNED else 0
         found = (ctypes.c_char * (2 * word_bytes))()
         whole, rest = divmod(words.num_bytes, ROW_BYTES)
@@ -99,7 +89,7 @@ class Narrow:
 
     def _pack(self, words: Words, width: int, least: int, out: int) -> None:
         """All whole groups of ``bits`` rows, and what is behind them from a copy that is filled up."""
-        kernel, group = self._kernel("pack", words.bits), words.bits * ROW_BYTES
+        kernel, group = self.kernel(f"pack{words.bits}"), words.bits * ROW_BYTES
         num_groups, rest = divmod(words.num_bytes, group)
         if num_groups:
             kernel(words.address, num_groups * words.bits, width, least, out)
@@ -112,10 +102,7 @@ class Narrow:
             kernel(ctypes.addressof(copy), num_rows, width, least, to)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
-
-        Raises: CodecError: the head does not suit the words.
-        """
+        """Read the head and unpack whole groups of rows in place, the rest through a copy."""
         width, least, padding = _HEAD.unpack(ctypes.string_at(payload, HEAD_BYTES))
         sound = 0 < width < out.bits and not least >> out.bits and not padding.strip(b"\0")
         if not sound or num_bytes != _payload_bytes(out.num_words, out.bits, width):
@@ -126,13 +113,10 @@ class Narrow:
         stream = out.address % ROW_BYTES == 0 and out.num_bytes >= _STREAM_BYTES
         num_groups, rest = divmod(out.num_bytes, group)
         if num_groups:
-            kernel = self._kernel("stream" if stream else "unpack", out.bits)
+            kernel = self.kernel(f"{'stream' if stream else 'unpack'}{out.bits}")
             kernel(rows, num_groups * out.bits, width, least, last, out.address)
         if rest:
             copy, at = (ctypes.c_char * group)(), num_groups * width
             arguments = -(-rest // ROW_BYTES), width, least, last - at, ctypes.addressof(copy)
-            self._kernel("unpack", out.bits)(rows + at * ROW_BYTES, *arguments)
+            self.kernel(f"unpack{out.bits}")(rows + at * ROW_BYTES, *arguments)
             ctypes.memmove(out.address + num_groups * group, copy, rest)
-
-    def _kernel(self, verb: str, bits: int) -> Callable[..., None]:
-        return narrow_kernels(self._isa).call[f"{verb}{bits}"]

@@ -1,11 +1,10 @@
-"""The codecs by name: lossless ones, and apart from them those that lose bits."""
+"""Codecs by name: the lossless ones here, those that lose bits in ``lossy.py``."""
 
 from __future__ import annotations
 
 from .byte_plane import BytePlane
 from .chained import Combined, ZeroValueLz4
 from .exponent import Exponent
-from .kernels.jit import exponent_kernels
 from .lossy import LOSSY_CODECS
 from .names import check_name
 from .narrow import Narrow
@@ -13,25 +12,22 @@ from .raw import Codec, Raw
 from .zero_value import ZeroValue
 
 
-def codecs_on(isa: str | None, zero_value: ZeroValue) -> dict[str, Codec]:
-    """All lossless codecs by name, on the kernels of one instruction set (None: the machine's best).
-
-    Raises: CodecError: this machine has no such instruction set.
-    """
-    exponent, byte_plane = Exponent(exponent_kernels(isa) if isa else None), BytePlane(isa)
+def codecs_on(isa: str | None) -> dict[str, Codec]:
+    """Return all lossless codecs by name, on kernels of one instruction set (None: the host's best)."""
+    zero_value, exponent, byte_plane = ZeroValue(isa), Exponent(isa), BytePlane(isa)
     simple = Raw(), zero_value, ZeroValueLz4(zero_value), exponent
     others = Combined(zero_value, exponent), byte_plane, Combined(zero_value, byte_plane), Narrow(isa)
     return {codec.name: codec for codec in (*simple, *others)}
 
 
-ZERO_VALUE = ZeroValue()
-CODECS = codecs_on(None, ZERO_VALUE)
+CODECS = codecs_on(None)
 
 
 def codec_named(name: str) -> Codec:
-    """The codec called ``name``, lossy ones included.
+    """Return the codec ``name``, lossy ones included.
 
-    Raises: CodecError: there is none; the message lists those there are.
+    Raises:
+        CodecError: There is none; the message lists those there are.
     """
     found = CODECS.get(name) or LOSSY_CODECS.get(name) if isinstance(name, str) else None
     if found is None:
@@ -41,5 +37,5 @@ def codec_named(name: str) -> Codec:
 
 
 def inner_of(codec: str) -> Codec | None:
-    """The codec that a combination packs the values with."""
+    """Return the codec that a combination packs the values with."""
     return CODECS.get(codec.partition("+")[2])

@@ -15,16 +15,17 @@ kept", for gradients.
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .buffers import Scratch
 from .errors import CodecError
 from .frame import BLOCK, FLOATS, OTHERS, Header, Sections, header_bytes, read_header, sections
 from .geometry import Geometry, Words
-from .kernels.jit import ZeroValueKernels, zero_value_kernels
-from .raw import Codec, Packed, Raw
+from .raw import Base, Codec, Packed, Raw
 
 SLACK = 64  # pack stores whole vectors
 STREAM_BYTES = 16 << 20  # outputs from here on would only push others out of the cache
@@ -33,40 +34,29 @@ _LONG, _PART, _MOST = 64, 32, 32  # blocks
 _MASK_BYTES = BLOCK // 8
 
 
-class ZeroValue:
+class ZeroValue(Base):
     """Bitmap, offsets and values as laid out in ``frame``; raw where that would not be shorter."""
 
     name, dtypes = "zero_value", FLOATS | OTHERS
 
-    def __init__(self, kernels: ZeroValueKernels | None = None) -> None:
-        """Use ``kernels``; default: the host's best, built at the first use."""
-        self._kernels = kernels
-
-    @property
-    def kernels(self) -> ZeroValueKernels:
-        """The compiled loops."""
-        if self._kernels is None:
-            self._kernels = zero_value_kernels()
-        return self._kernels
-
     def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs, in bytes: that of no zeros at all, and a vector."""
+        """Return the bytes of a payload without any zero, and of a vector."""
         return sections(num_words).values + num_words * bits // 8 + SLACK
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Whether a payload of ``num_bytes`` can hold these words."""
+        """Return whether there is room for bitmap and offsets, and a whole number of values."""
         values = sections(num_words).values
         return values <= num_bytes < num_words * bits // 8 and (num_bytes - values) * 8 % bits == 0
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Pack ``words`` to the address ``out``."""
+        """Write bitmap, offsets and values."""
         start = sections(words.num_words).values
-        count = self.pack_apart(words, out, out + start)
+        count = self.pack_to(words, out, out + start)
         if count is None:
             return Raw().pack(words, out)
         return Packed(self.name, start + count * words.bits // 8)
 
-    def pack_apart(self, words: Words, out: int, values: int) -> int | None:
+    def pack_to(self, words: Words, out: int, values: int) -> int | None:
         """Write bitmap and offsets to the address ``out``, as in a payload, and the values to ``values``.
 
         Args:    values: where there is room for all words and ``SLACK`` bytes.
@@ -76,7 +66,7 @@ class ZeroValue:
         parts = sections(num_words)
         if parts.values >= num_words * bits // 8:
             return None
-        offsets, pack = out + parts.offsets, self.kernels.pack[bits]
+        offsets, pack = out + parts.offsets, self.kernel(f"pack{bits}")
         head = min(num_words // BLOCK // _PART, _MOST) if num_words >= _LONG * BLOCK else 0
         done = head * BLOCK
         count = pack(address, done, out, offsets, values, 0) if head else 0
@@ -90,13 +80,13 @@ class ZeroValue:
         return count if parts.values + count * bits // 8 < words.num_bytes else None
 
     def _full(self, count: int, num_blocks: int, words: Words, parts: Sections) -> bool:
-        """Whether words would not shrink if all had as many values as ``num_blocks`` of their blocks."""
+        """Return whether words would not shrink if all were like ``num_blocks`` of their blocks."""
         saved = num_blocks * BLOCK - count
         return words.num_bytes * saved <= parts.values * num_blocks * BLOCK
 
     def _sampled_full(self, words: Words, parts: Sections, scratch: int) -> bool:
-        """Whether a few blocks, evenly spread, say that ``words`` will not shrink."""
-        pack, whole, count = self.kernels.pack[words.bits], words.num_words // BLOCK, 0
+        """Return whether a few blocks, evenly spread, say that ``words`` will not shrink."""
+        pack, whole, count = self.kernel(f"pack{words.bits}"), words.num_words // BLOCK, 0
         num_samples = min(whole // _PART, _MOST // 2)
         for i in range(num_samples):
             source = words.address + (2 * i + 1) * whole // (2 * num_samples) * BLOCK * words.bits // 8
@@ -104,15 +94,12 @@ class ZeroValue:
         return self._full(count, num_samples, words, parts)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Unpack the ``num_bytes`` bytes at the address ``payload`` to ``out``, and touch nothing else.
-
-        Raises: CodecError: bitmap, offsets and length disagree.
-        """
+        """Read bitmap, offsets and values."""
         start = sections(out.num_words).values
-        self.unpack_apart(payload, payload + start, (num_bytes - start) * 8 // out.bits, out)
+        self.unpack_from(payload, payload + start, (num_bytes - start) * 8 // out.bits, out)
 
-    def unpack_apart(self, payload: int, values: int, num_values: int, out: Words) -> None:
-        """Undo ``pack_apart``: ``payload`` has bitmap and offsets, ``values`` so many values.
+    def unpack_from(self, payload: int, values: int, num_values: int, out: Words) -> None:
+        """Undo ``pack_to``: ``payload`` has bitmap and offsets, ``values`` so many values.
 
         Nothing else is read or written, whatever they hold.
 
@@ -120,7 +107,7 @@ class ZeroValue:
         """
         address, num_words, bits, _ = out
         stream = num_words * bits >= 8 * STREAM_BYTES and address % 64 == 0
-        unpack = (self.kernels.stream if stream else self.kernels.unpack)[bits]
+        unpack = self.kernel(f"{'stream' if stream else 'unpack'}{bits}")
         offsets, end = payload + sections(num_words).offsets, 0
         if num_words:
             end = unpack(payload, offsets, values, 0, num_values, num_words, address)
@@ -137,7 +124,7 @@ class ZeroValue:
         Raises:  CodecError: bitmap and offsets disagree.
         """
         address, num_words, bits, _ = words
-        count = self.kernels.pack_masked[bits](address, num_words, mask, out, 0) if num_words else 0
+        count = self.kernel(f"packm{bits}")(address, num_words, mask, out, 0) if num_words else 0
         if count != (expected := self.num_values(mask, num_words)):
             rule = f"the bitmap of a mask has the {expected} bits that its offsets say"
             raise CodecError(f"{rule}, found {count}; it was damaged")
@@ -152,7 +139,7 @@ class ZeroValue:
         """
         if num_bytes * 8 % out.bits:
             raise CodecError(f"values have {out.bits} bits each, found {num_bytes} bytes; they were damaged")
-        self.unpack_apart(mask, payload, num_bytes * 8 // out.bits, out)
+        self.unpack_from(mask, payload, num_bytes * 8 // out.bits, out)
 
     def num_values(self, mask: int, num_words: int) -> int:
         """The values of a payload of ``num_words`` words at the address ``mask``, from its last offset."""
@@ -162,7 +149,7 @@ class ZeroValue:
         return ctypes.c_uint64.from_address(mask + parts.offsets + 8 * parts.num_blocks - 8).value
 
     def bitmap_checksum(self, mask: int, num_words: int) -> int:
-        """What tells the bitmap of ``num_words`` words at the address ``mask`` from another: a u64, never 0.
+        """Checksum of the bitmap of ``num_words`` words at the address ``mask``: a u64, never 0.
 
         The bitmap as little-endian u64 words w[i], zeros behind its last bit up to a whole one::
 
@@ -171,102 +158,101 @@ class ZeroValue:
 
         A sum, so that it can be taken in any order, with the place in every term. No defence against malice.
         """
-        return self.kernels.checksum(mask, num_words)
+        return self.kernel("checksum")(mask, num_words) % (1 << 64)
 
 
+ZERO_VALUE = ZeroValue()
 CODECS_WITH_BITMAP = ("zero_value", "zero_value+exponent", "zero_value+byte_plane")
 _scratch = Scratch()
 
 
-class Bitmap(NamedTuple):
-    """Bitmap and offsets of a frame, as laid out in ``frame``: which words of its tensor are not zero."""
-
-    address: int
-    header: Header
-    checksum: int
-
-    def suits(self, dtype: object, geo: Geometry) -> bool:
-        """Whether a tensor of this dtype and geometry has its words in the bitmap's order."""
-        own = self.header.geometry
-        dims = zip(own.sizes, own.strides, geo.strides, strict=False)
-        same = (dtype, geo.sizes, geo.num_words) == (self.header.dtype, own.sizes, own.num_words)
-        return same and all(size <= 1 or mine == other for size, mine, other in dims)
+def has_bitmap(codec: str) -> bool:
+    """Return whether frames of a codec have a bitmap that others can use."""
+    return codec in CODECS_WITH_BITMAP
 
 
-def bitmap_of(frame: Tensor, codec: ZeroValue) -> Bitmap | None:
-    """The bitmap of a frame; None if it has none that can be read in place (it travelled raw, say).
+def bitmap_bytes(header: Header, dtype: torch.dtype | None, geo: Geometry) -> slice | None:
+    """Return the place of bitmap and offsets in the frame of ``header``.
 
-    Raises: CodecError: the frame is damaged.
-    """
-    header = read_header(frame)
-    if not shows_bitmap(header):
-        return None
-    address = frame.data_ptr() + header_bytes(len(header.sizes))
-    return Bitmap(address, header, codec.bitmap_checksum(address, header.geometry.num_words))
+    Returns:
+        None where the frame has none (it travelled raw, say), or where a tensor of this dtype and geometry
+        has its words in another order.
 
-
-def shows_bitmap(header: Header) -> bool:
-    """Whether the frame of ``header`` has a bitmap that can be read in place, as long as its words need.
-
-    Raises: CodecError: its payload is too short for one.
+    Raises:
+        CodecError: The payload is too short for a bitmap.
     """
     if not has_bitmap(header.codec) or header.flags:
-        return False
-    needed, found = sections(header.geometry.num_words).values, header.payload_bytes
-    if found < needed:
-        raise CodecError(
-            f"bitmap and offsets of this frame take {needed} bytes, found {found}; it is damaged"
-        )
-    return True
+        return None
+    other, start = header.geometry, header_bytes(len(header.sizes))
+    parts, found = sections(other.num_words), header.payload_bytes
+    if found < parts.values:
+        rule = f"bitmap and offsets of this frame take {parts.values} bytes"
+        raise CodecError(f"{rule}, found {found}; it is damaged")
+    dims = zip(other.sizes, other.strides, geo.strides, strict=False)
+    same = (dtype, geo.sizes, geo.num_words) == (header.dtype, other.sizes, other.num_words)
+    same = same and all(size <= 1 or a == b for size, a, b in dims)
+    return slice(start, start + parts.offsets) if same else None
 
 
-def bitmap_for(header: Header, mask: Tensor | None, codec: ZeroValue) -> Bitmap:
-    """The bitmap that the frame of ``header`` was made with, found in the frame ``mask``.
+def bitmap_in(frame: Tensor, dtype: torch.dtype | None, geo: Geometry) -> int | None:
+    """Return the address of the bitmap in ``frame``, or None, as ``bitmap_bytes``."""
+    place = bitmap_bytes(read_header(frame), dtype, geo)
+    return None if place is None else frame.data_ptr() + place.start
 
-    Raises: CodecError: there is none, or another one.
+
+def bitmap_for(
+    header: Header,
+    mask: Tensor | None,
+    find: Callable[[Tensor, torch.dtype | None, Geometry], Any] = bitmap_in,
+    checksum: Callable[[Any, int], Any] = ZERO_VALUE.bitmap_checksum,
+) -> Any:
+    """Return the bitmap that the frame of ``header`` was made with, found in the frame ``mask``.
+
+    Args:
+        header: Of a frame of values alone.
+        mask: A frame in host memory; where it is elsewhere, ``find`` and ``checksum`` know how to read it.
+        find: Gives the bitmap in a frame, for a dtype and a geometry.
+        checksum: Of a bitmap of so many words.
+
+    Raises:
+        CodecError: There is none, or another one.
     """
     rule = "this frame has values alone; decode it with mask=, the frame whose bitmap it was made with"
     if not has_bitmap(header.codec):
         raise CodecError(f"values alone are packed by {', '.join(CODECS_WITH_BITMAP)}, found {header.codec}")
     if mask is None:
         raise CodecError(f"{rule}, found none")
-    bitmap = bitmap_of(mask, codec)
+    bitmap = find(mask, header.dtype, header.geometry)
     if bitmap is None:
-        raise CodecError(f"{rule}, found a frame without a bitmap")
-    if not bitmap.suits(header.dtype, header.geometry) or bitmap.checksum != header.checksum:
+        raise CodecError(f"{rule}, found a frame without a bitmap for it")
+    if int(checksum(bitmap, header.geometry.num_words)) % (1 << 64) != header.checksum:
         raise CodecError(f"{rule}, found another bitmap")
     return bitmap
 
 
-def has_bitmap(codec: str) -> bool:
-    """Whether frames of a codec have a bitmap that others can use."""
-    return codec in CODECS_WITH_BITMAP
-
-
-def pack_masked(words: Words, bitmap: Bitmap, out: int, zero_value: ZeroValue, inner: Codec | None) -> Packed:
+def pack_masked(words: Words, bitmap: int, out: int, inner: Codec | None) -> Packed:
     """Write the words at the set bits of ``bitmap`` to the address ``out``, packed again by ``inner``."""
     if inner is None:
-        count = zero_value.pack_masked(words, bitmap.address, out)
-        return Packed(zero_value.name, count * words.bits // 8)
+        count = ZERO_VALUE.pack_masked(words, bitmap, out)
+        return Packed(ZERO_VALUE.name, count * words.bits // 8)
     values = _scratch.address(words.num_bytes + SLACK)
-    count = zero_value.pack_masked(words, bitmap.address, values)
+    count = ZERO_VALUE.pack_masked(words, bitmap, values)
     packed = inner.pack(words._replace(address=values, num_words=count), out)
-    name = zero_value.name if packed.codec == "raw" else f"{zero_value.name}+{packed.codec}"
+    name = ZERO_VALUE.name if packed.codec == "raw" else f"{ZERO_VALUE.name}+{packed.codec}"
     return Packed(name, packed.num_bytes)
 
 
-def unpack_masked(
-    payload: int, num_bytes: int, bitmap: Bitmap, out: Words, zero_value: ZeroValue, inner: Codec | None
-) -> None:
+def unpack_masked(payload: int, num_bytes: int, bitmap: int, out: Words, inner: Codec | None) -> None:
     """Undo ``pack_masked``; zeros where the bitmap has none.
 
-    Raises: CodecError: payload and bitmap disagree.
+    Raises:
+        CodecError: Payload and bitmap disagree.
     """
     if inner is not None:
-        count = zero_value.num_values(bitmap.address, out.num_words)
+        count = ZERO_VALUE.num_values(bitmap, out.num_words)
         if count > out.num_words or not inner.fits(count, out.bits, num_bytes):
             raise CodecError(f"{num_bytes} bytes cannot hold the {count} values of a mask; it was damaged")
         values = out._replace(address=_scratch.address(out.num_bytes + SLACK), num_words=count)
         inner.unpack(payload, num_bytes, values)
         payload, num_bytes = values.address, values.num_bytes
-    zero_value.unpack_masked(payload, num_bytes, bitmap.address, out)
+    ZERO_VALUE.unpack_masked(payload, num_bytes, bitmap, out)

@@ -18,7 +18,7 @@ from .. import __version__
 from ..compression.errors import CheckpointError, Disagreement, PenstockError, PlanError
 from ..stages.device import is_gpu
 from ..stages.files import open_regular, reason, refusing, save_json, sync
-from ..stages.memory.evictable_tensor import TensorMemory
+from ..stages.memory.evictable_tensor import EvictableTensor
 from ..stages.tensor_file import Receipt, TensorFile, checksum, write_tensors
 from .optimizer.update import Update
 from .pipeline import Pipeline
@@ -72,7 +72,7 @@ class Copy:
 
     def __init__(self, state: State, update: Update) -> None:
         self._notes, tensors = state.part(update, hidden=True)
-        self.streams, self._away = update.streams, dict[str, TensorMemory]()
+        self.streams, self._away = update.streams, dict[str, EvictableTensor]()
         if self.streams:
             away = update.offloaded()
             self._away = {name: away[id(tensor)] for name, tensor in tensors.items() if id(tensor) in away}

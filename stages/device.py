@@ -58,7 +58,7 @@ class Device:
 
     @property
     def kernels(self) -> Any:
-        """What packs and unpacks there without a wait: a module with the functions of ``gpu_frames``."""
+        """What packs and unpacks there without a wait: a module with the functions of ``gpu/frames.py``."""
         raise NotImplementedError("what lies in host memory is packed where it is")
 
     def stream(self) -> Stream:
@@ -154,9 +154,9 @@ class CudaDevice(Device):
     @property
     def kernels(self) -> Any:
         """Those in Triton."""
-        from ..compression import gpu_frames
+        from ..compression.gpu import frames
 
-        return gpu_frames
+        return frames
 
     def stream(self) -> Stream:
         """Return a new stream of the GPU."""

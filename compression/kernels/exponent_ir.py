@@ -38,7 +38,7 @@ class PortableExponents:
     book_bytes = TABLE_BYTES  # of one level
 
     def shared(self) -> str:
-        """What its steps call."""
+        """Functions and tables of its steps."""
         gather = _each_set_bit("gather", source="%bit", to="%n")
         return gather + _each_set_bit("spread", source="%n", to="%bit")
 
@@ -47,7 +47,7 @@ class PortableExponents:
         return "  %books = getelementptr i8, ptr %tables, i64 0"
 
     def encoder(self, k: int) -> str:
-        """What ``encode`` needs of the level's %book, before the loop."""
+        """Registers of ``encode`` from the level's %book, before the loop."""
         return "\n".join(_splat("%book", j) for j in range(escape(k)))
 
     def encode(self, k: int) -> str:
@@ -81,7 +81,7 @@ class PortableExponents:
         return f"{text}\n  %c = bitcast {EIGHTS} {codes} to {BYTES}"
 
     def decoder(self, k: int) -> str:
-        """What ``decode`` needs of the level's %table, before the loop."""
+        """Registers of ``decode`` from the level's %table, before the loop."""
         return "\n".join(_splat("%table", j) for j in range(escape(k)))
 
     def decode(self, k: int) -> str:
@@ -102,6 +102,11 @@ class PortableExponents:
         It may read 64 bytes, whatever the mask.
         """
         return f"  store {BYTES} %known, ptr %to\n  call void @spread(ptr %from, i64 %mask, ptr %to)"
+
+
+def kernel_name(verb: str, bits: int, plan: tuple[int, ...], *, stream: bool) -> str:
+    """Return the name of ``pack`` or ``unpack`` for words of ``bits`` bits."""
+    return f"{verb}{'s' if stream else ''}{bits}_{plan_name(plan)}"
 
 
 def plan_name(plan: tuple[int, ...]) -> str:
@@ -669,9 +674,12 @@ define internal i64 @groups(i64 %num) {
 }"""
 
 
-def module(isa: PortableExponents) -> tuple[str, list[str]]:
-    """The text of all kernels of an instruction set, and their names."""
-    text, names = [_SHARED, isa.shared()], []
+def module(isa: PortableExponents) -> tuple[str, dict[str, tuple[str, int]]]:
+    """Return the text of all kernels of an instruction set; of each the symbol and the number of arguments.
+
+    ``packs`` and ``unpacks`` are ``pack`` and ``unpack`` where nothing stores past the cache.
+    """
+    text, functions = [_SHARED, isa.shared()], dict[str, tuple[str, int]]()
     if isa.streams:
         text.append("declare void @llvm.x86.sse.sfence()")
     for k in sorted({k for plan in PLANS for k in plan}):
@@ -680,10 +688,13 @@ def module(isa: PortableExponents) -> tuple[str, list[str]]:
         text += [shorten_block(isa, plan), restore_block(plan)]
     for bits in WORD_BITS:
         text.append(count(bits))
-        names.append(f"count{bits}")
-    for bits, stream in product(WORD_BITS, (False, True) if isa.streams else (False,)):
-        text += [split(bits, stream=stream), join(bits, stream=stream)]
-        for plan in PLANS:
-            text += [_pack(isa, bits, plan, stream=stream), _unpack(bits, plan, stream=stream)]
-            names += [f"{verb}{'s' if stream else ''}{bits}_{plan_name(plan)}" for verb in ("pack", "unpack")]
-    return "\n".join(text), names
+        functions[f"count{bits}"] = f"count{bits}", 4
+    for bits, stream in product(WORD_BITS, (False, True)):
+        if isa.streams or not stream:
+            text += [split(bits, stream=stream), join(bits, stream=stream)]
+            for plan in PLANS:
+                text += [_pack(isa, bits, plan, stream=stream), _unpack(bits, plan, stream=stream)]
+        for verb, plan in product(("pack", "unpack"), PLANS):
+            symbol = kernel_name(verb, bits, plan, stream=stream and isa.streams)
+            functions[kernel_name(verb, bits, plan, stream=stream)] = symbol, 9
+    return "\n".join(text), functions

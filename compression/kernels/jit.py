@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
@@ -27,15 +26,29 @@ ISAS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Code(NamedTuple):
-    """Compiled functions: their addresses by name, and what owns the machine code (keep it: they dangle)."""
+class Kernels(NamedTuple):
+    """Compiled functions by name; all take addresses and counts, and return an i64 that may mean nothing."""
 
-    addresses: dict[str, int]
-    engine: Any
+    isa: str
+    call: Mapping[str, Callable[..., int]]
+    engine: Any  # owns the machine code: without it the callables dangle
 
 
+SOURCES: dict[str, Callable[[str], tuple[str, Mapping[str, tuple[str, int]]]]] = {
+    "zero_value": zero_value_ir.module,
+    "exponent": lambda isa: exponent_ir.module(exponent_x86.STEPS[isa]()),
+    "narrow": lambda _: narrow_ir.module(),
+    "byte_plane": lambda _: planes_ir.module(),
+}
+"""By codec and instruction set, the text of a module, and its functions: symbol and number of arguments."""
+
+_lock = threading.Lock()
+_built: dict[tuple[str, str], Kernels] = {}
+
+
+@lru_cache(maxsize=1)
 def host_isas() -> list[str]:
-    """The instruction sets of this machine, fastest first; the last is always "portable"."""
+    """Return the instruction sets of this machine, fastest first; the last is always "portable"."""
     try:
         features = llvm.get_host_cpu_features()
     except RuntimeError:  # LLVM cannot tell on this system
@@ -43,14 +56,27 @@ def host_isas() -> list[str]:
     return [isa for isa, needed in ISAS.items() if all(features.get(name) for name in needed)]
 
 
-def compiled(text: str, names: Sequence[str], *, isa: str, label: str) -> Code:
-    """Compile the functions ``names`` of the module ``text`` in about 0.1 s.
+def kernels(source: str, isa: str | None = None) -> Kernels:
+    """Return the kernels of a codec for ``isa`` (default: the host's best), built by the first who asks.
 
-    Raises: CodecError: this machine has no such instruction set.
+    Args:
+        source: One of ``SOURCES``, whose module says what the arguments are.
+
+    Raises:
+        CodecError: This machine has no such instruction set.
     """
+    with _lock:
+        isa = isa or host_isas()[0]
+        if (source, isa) not in _built:
+            _built[source, isa] = _build(source, isa)
+        return _built[source, isa]
+
+
+def _build(source: str, isa: str) -> Kernels:
     if isa not in host_isas():
         known = ", ".join(host_isas())
-        raise CodecError(f"kernels for this machine are {known}, found {isa!r}; leave the choice to build()")
+        raise CodecError(f"kernels for this machine are {known}, found {isa!r}; leave it out")
+    # 1. The machine: whole features of this CPU for AVX-512, else only those that the instruction set needs.
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     cpu = "x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic"
@@ -59,141 +85,20 @@ def compiled(text: str, names: Sequence[str], *, isa: str, label: str) -> Code:
         cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
-    jit = llvm.create_lljit_compiler(machine)
+    # 2. The text, verified and optimised.
+    text, functions = SOURCES[source](isa)
     module = llvm.parse_assembly(text)
     module.verify()
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
     passes.getModulePassManager().run(module, passes)
-    library = llvm.JITLibraryBuilder().add_ir(module)
-    for name in names:
-        library = library.export_symbol(name)
-    tracker = library.add_current_process().link(jit, f"{label}_{isa}")
-    return Code({name: tracker[name] for name in names}, (jit, tracker))
-
-
-_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
-_Function = Callable[..., int]
-_lock = threading.Lock()
-_built: dict[tuple[str, str], Any] = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroValueKernels:
-    """The kernels by the bits of a word; ``zero_value_ir`` says what the arguments are."""
-
-    isa: str
-    pack: Mapping[int, _Function]
-    pack_masked: Mapping[int, _Function]
-    unpack: Mapping[int, _Function]
-    stream: Mapping[int, _Function]  # unpack past the cache; unpack itself where nothing does that
-    checksum: _Function
-    engine: Any  # owns the machine code: without it the callables dangle
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExponentKernels:
-    """The kernels by (bits of a word, plan, whether to store past the cache), ``count`` by bits of a word.
-
-    ``exponent_ir`` says what the arguments are.
-    """
-
-    isa: str
-    pack: Mapping[tuple[int, tuple[int, ...], bool], _Function]
-    unpack: Mapping[tuple[int, tuple[int, ...], bool], _Function]
-    count: Mapping[int, _Function]
-    engine: Any  # as above
-
-
-class Loops(NamedTuple):
-    """Kernels by name that take addresses and counts alone; their text says what the arguments are."""
-
-    isa: str
-    call: Mapping[str, Callable[..., None]]
-    engine: Any  # as above
-
-
-def zero_value_kernels(isa: str | None = None) -> ZeroValueKernels:
-    """Return the kernels for ``isa`` (default: the host's best).
-
-    Raises: CodecError: this machine has no such instruction set.
-    """
-    return _once("zero_value", isa, _zero_value)
-
-
-def exponent_kernels(isa: str | None = None) -> ExponentKernels:
-    """As ``zero_value_kernels``."""
-    return _once("exponent", isa, _exponent)
-
-
-def narrow_kernels(isa: str | None = None) -> Loops:
-    """As ``zero_value_kernels``."""
-    return _once("narrow", isa, lambda isa: _loops("narrow", isa, *narrow_ir.module()))
-
-
-def planes_kernels(isa: str | None = None) -> Loops:
-    """As ``zero_value_kernels``."""
-    return _once("planes", isa, lambda isa: _loops("planes", isa, *planes_ir.module()))
-
-
-def _once(label: str, isa: str | None, build: Callable[[str], Any]) -> Any:
-    with _lock:
-        isa = isa or host_isas()[0]
-        if (label, isa) not in _built:
-            _built[label, isa] = build(isa)
-        return _built[label, isa]
-
-
-def _zero_value(isa: str) -> ZeroValueKernels:
-    text, names = zero_value_ir.module(zero_value_ir.STEPS.get(isa, zero_value_ir.Portable))
-    code = compiled(text, names, isa=isa, label="zero_value")
-
-    def kernels(verb: str, *arguments: Any) -> dict[int, _Function]:
-        found = {bits: code.addresses.get(f"{verb}{bits}") for bits in (8, 16, 32, 64)}
-        kind = ctypes.CFUNCTYPE(_COUNT, *arguments)
-        return {bits: kind(address) for bits, address in found.items() if address is not None}
-
-    unpacking = (_POINTER, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _POINTER)
-    unpack = kernels("unpack", *unpacking)
-    return ZeroValueKernels(
-        isa=isa,
-        pack=kernels("pack", _POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _COUNT),
-        pack_masked=kernels("packm", _POINTER, _COUNT, _POINTER, _POINTER, _COUNT),
-        unpack=unpack,
-        stream=kernels("stream", *unpacking) or unpack,
-        checksum=ctypes.CFUNCTYPE(ctypes.c_uint64, _POINTER, _COUNT)(code.addresses["checksum"]),
-        engine=code.engine,
-    )
-
-
-def _exponent(isa: str) -> ExponentKernels:
-    steps = exponent_x86.STEPS.get(isa, exponent_ir.PortableExponents)()
-    text, names = exponent_ir.module(steps)
-    code = compiled(text, names, isa=isa, label="exponent")
-    packing = (_POINTER, _COUNT, *[_POINTER] * 5, _COUNT, _COUNT)
-    unpacking = (*[_POINTER] * 4, *[_COUNT] * 3, _POINTER, _POINTER)
-
-    def kernels(verb: str, arguments: tuple[Any, ...]) -> dict[tuple[int, tuple[int, ...], bool], _Function]:
-        found = {}
-        kind = ctypes.CFUNCTYPE(_COUNT, *arguments)
-        for bits, plan, stream in product(exponent_ir.WORD_BITS, exponent_ir.PLANS, (False, True)):
-            name = f"{verb}{'s' if stream and steps.streams else ''}{bits}_{exponent_ir.plan_name(plan)}"
-            found[bits, plan, stream] = kind(code.addresses[name])
-        return found
-
-    count = ctypes.CFUNCTYPE(_COUNT, _POINTER, _COUNT, _COUNT, _POINTER)
-    return ExponentKernels(
-        isa=isa,
-        pack=kernels("pack", packing),
-        unpack=kernels("unpack", unpacking),
-        count={bits: count(code.addresses[f"count{bits}"]) for bits in exponent_ir.WORD_BITS},
-        engine=code.engine,
-    )
-
-
-def _loops(label: str, isa: str, text: str, num_arguments: Mapping[str, int]) -> Loops:
-    code = compiled(text, list(num_arguments), isa=isa, label=label)
+    # 3. The machine code, and its functions as callables.
+    jit, library = llvm.create_lljit_compiler(machine), llvm.JITLibraryBuilder().add_ir(module)
+    for symbol in dict.fromkeys(symbol for symbol, _ in functions.values()):
+        library = library.export_symbol(symbol)
+    tracker = library.add_current_process().link(jit, f"{source}_{isa}")
+    word = ctypes.c_int64
     call = {
-        name: ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments[name])(address)
-        for name, address in code.addresses.items()
+        name: ctypes.CFUNCTYPE(word, *[word] * num_arguments)(tracker[symbol])
+        for name, (symbol, num_arguments) in functions.items()
     }
-    return Loops(isa, call, code.engine)
+    return Kernels(isa, call, (jit, tracker))

@@ -159,12 +159,12 @@ done:
 }}"""
 
 
-def module() -> tuple[str, dict[str, int]]:
-    """The text of all kernels, and how many arguments each takes."""
-    loops, num_arguments = ["declare i64 @llvm.umin.i64(i64, i64)"], {}
+def module() -> tuple[str, dict[str, tuple[str, int]]]:
+    """Return the text of all kernels; of each the symbol and the number of arguments."""
+    loops, functions = ["declare i64 @llvm.umin.i64(i64, i64)"], {}
     for bits in BITS:
         loops += [_range(bits), _pack(bits), _unpack(bits, stream=False), _unpack(bits, stream=True)]
         counts = {"range": 4, "pack": 5, "unpack": 6, "stream": 6}
-        num_arguments |= {f"{verb}{bits}": count for verb, count in counts.items()}
+        functions |= {f"{verb}{bits}": (f"{verb}{bits}", count) for verb, count in counts.items()}
     unrolled = f'!1 = distinct !{{!1, !2}}\n!2 = !{{!"llvm.loop.unroll.count", i32 {_UNROLL}}}'
-    return "\n".join([*loops, "!0 = !{i32 1}", unrolled]), num_arguments
+    return "\n".join([*loops, "!0 = !{i32 1}", unrolled]), functions

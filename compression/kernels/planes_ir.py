@@ -100,7 +100,8 @@ done:
 }}"""
 
 
-def module() -> tuple[str, dict[str, int]]:
-    """The text of all kernels, and how many arguments each takes."""
-    names = [(verb, bits) for verb in ("split", "join") for bits in BITS]
-    return "\n".join(_function(*name) for name in names), {f"{verb}{bits}": 4 for verb, bits in names}
+def module() -> tuple[str, dict[str, tuple[str, int]]]:
+    """Return the text of all kernels; of each the symbol and the number of arguments."""
+    kinds = [(verb, bits) for verb in ("split", "join") for bits in BITS]
+    functions = {f"{verb}{bits}": (f"{verb}{bits}", 4) for verb, bits in kinds}
+    return "\n".join(_function(*kind) for kind in kinds), functions

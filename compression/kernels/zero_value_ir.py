@@ -167,7 +167,7 @@ def count(mask: str, lanes: int, ones: str) -> str:
 
 
 def place(num_bytes: int, *, stream: bool) -> str:
-    """How a store of ``num_bytes`` goes: past the cache, to a multiple of them, or anywhere."""
+    """Alignment of a store of ``num_bytes``: past the cache to a multiple of them, or anywhere."""
     return f"align {num_bytes}, !nontemporal !0" if stream else "align 1"
 
 
@@ -207,12 +207,12 @@ class Avx2:
         return [*tables, "declare <8 x i32> @llvm.x86.avx2.permd(<8 x i32>, <8 x i32>)"]
 
     def _compressed(self, mask: int) -> list[int | None]:
-        """Which lane goes to each place."""
+        """Return the lane that goes to each place."""
         kept: list[int | None] = [lane for lane in range(self.row_lanes) if mask >> lane & 1]
         return kept + [None] * (self.row_lanes - len(kept))
 
     def _expanded(self, mask: int) -> list[int | None]:
-        """Which value goes to each lane."""
+        """Return the value that goes to each lane."""
         below = [(mask & ((1 << lane) - 1)).bit_count() for lane in range(self.row_lanes)]
         return [below[lane] if mask >> lane & 1 else None for lane in range(self.row_lanes)]
 
@@ -534,20 +534,25 @@ done:
 }"""
 
 
-def module(isa: type[InstructionSet]) -> tuple[str, list[str]]:
-    """The text of all kernels of an instruction set, and their names."""
-    loops, names, shared = [_CHECKSUM], ["checksum"], list(_SHARED)
+def module(name: str) -> tuple[str, dict[str, tuple[str, int]]]:
+    """Return the text of all kernels of an instruction set; of each the symbol and the number of arguments.
+
+    ``stream`` is ``unpack`` where nothing stores past the cache.
+    """
+    isa = STEPS[name]
+    loops, functions, shared = [_CHECKSUM], {"checksum": ("checksum", 2)}, list(_SHARED)
     if isa.streams:
         shared.append("declare void @llvm.x86.sse.sfence()")
     for kind in map(isa, (8, 16, 32, 64)):
         shared += kind.globals()
         loops += [_pack(kind), _pack_masked(kind), _unpack(kind, stream=False)]
-        names += [f"pack{kind.bits}", f"packm{kind.bits}", f"unpack{kind.bits}"]
         if isa.streams:
             loops.append(_unpack(kind, stream=True))
-            names.append(f"stream{kind.bits}")
+        for verb, count in (("pack", 6), ("packm", 5), ("unpack", 7), ("stream", 7)):
+            symbol = "unpack" if verb == "stream" and not isa.streams else verb
+            functions[f"{verb}{kind.bits}"] = f"{symbol}{kind.bits}", count
     unrolled = f'!1 = distinct !{{!1, !2}}\n!2 = !{{!"llvm.loop.unroll.count", i32 {isa.unroll}}}'
-    return "\n".join([*dict.fromkeys(shared), *loops, "!0 = !{i32 1}", unrolled]), names
+    return "\n".join([*dict.fromkeys(shared), *loops, "!0 = !{i32 1}", unrolled]), functions
 
 
 STEPS: dict[str, type[InstructionSet]] = {kind.name: kind for kind in (Avx512, Avx2, Portable)}

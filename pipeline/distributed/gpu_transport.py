@@ -196,7 +196,7 @@ class StagedTransport:
         header = parse_header(text, sys.maxsize)  # its payload comes another way
         if message.promise.number or header.dtype is None:
             return slab
-        message.promise.hold(header)
+        message.promise.check(header)
         slab.release()
         start = header_bytes(len(header.sizes))
         buffer, group = self.buffers.take(start + header.payload_bytes), known.incoming

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ...stages.memory.evictable_tensor import TensorMemory
-from ...stages.memory.parameter_offload import Mirror
+from ...stages.memory.evictable_tensor import EvictableTensor
+from ...stages.memory.parameter_offload import OffloadedParameters
 from .clip import device_of, norm_together, norms, total_norm
 from .separability import InTurn, check_separable
 from .update import Has, Update
@@ -26,7 +26,7 @@ Gradients = Mapping[str, torch.Tensor]
 class MirroredUpdate(Update):
     """An ``Update`` of stages of which some have a mirror; takes what that takes, and the ``mirrors``."""
 
-    def __init__(self, *, mirrors: Mapping[int, Mirror], **settings: Any) -> None:
+    def __init__(self, *, mirrors: Mapping[int, OffloadedParameters], **settings: Any) -> None:
         """Raises: PlanError: an optimizer cannot update layer by layer."""
         self.mirrors = mirrors
         self._depth = 0
@@ -70,14 +70,14 @@ class MirroredUpdate(Update):
         """A mirror is there because not all fits."""
         return bool(self.mirrors)
 
-    def offloaded(self) -> Mapping[int, TensorMemory]:
+    def offloaded(self) -> Mapping[int, EvictableTensor]:
         """Return the places of the offloaded tensors of the mirrors, by their identity."""
         kept = {stage: made.state for stage, made in self.optimizers.items()}
         return {
             id(tensor): memory
             for stage, mirror in self.mirrors.items()
             for one in mirror.memories
-            for tensor, memory in one.away(kept.get(stage, {}).get(one.parameter, {}))
+            for tensor, memory in one.evicted(kept.get(stage, {}).get(one.parameter, {}))
         }
 
     def turns(self, *, at_once: bool) -> Iterator[Has]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...compression.errors import PlanError
 from ...stages.device import CPU
-from ...stages.memory.evictable_tensor import TensorMemory
+from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.tracing.verify import same_bits
 from .optimizers import optimizer_like, random_kept, settings_of
 from .separability import SEPARABLE
@@ -216,7 +216,11 @@ def check_kept(name: str, kept: object) -> None:
 
 
 def check_optimizer(
-    state: Mapping[str, Any], made: Optimizer, names: Mapping[int, str], *, away: Mapping[int, TensorMemory]
+    state: Mapping[str, Any],
+    made: Optimizer,
+    names: Mapping[int, str],
+    *,
+    away: Mapping[int, EvictableTensor],
 ) -> None:
     """Refuse a state that one optimizer does not have: its class, its hyper-parameters, its entries.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...stages.device import CPU
-from ...stages.memory.evictable_tensor import TensorMemory
+from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.stage.nan_check import Guard
 from ...stages.weight_versions.versions import WeightVersions
 from ..distributed.process_group import World
@@ -96,7 +96,7 @@ class Update:
         """True if the updated tensors are not all to be resident at once, not even to be saved."""
         return False
 
-    def offloaded(self) -> Mapping[int, TensorMemory]:
+    def offloaded(self) -> Mapping[int, EvictableTensor]:
         """Return the places of offloaded parameters and optimizer states, by identity."""
         return {}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ...stages.memory.byte_budget import NEAR
+from ...stages.memory.byte_budget import PREFETCH_LAYERS
 from ...stages.plan.memory_model import NEIGHBOURS, Copies
 from ...stages.plan.plan_stage import PlanStage
 from ...stages.profiling.network_profile import LayerProfile, Profile, ValueProfile, sizes_of
@@ -48,7 +48,7 @@ class Costs:
         self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
         sizes = [sizes_of([layer]) for layer in layers]
         self.largest = Largest([size.pop("largest") for size in sizes])
-        self.near = Neighbours([layer.saved_bytes for layer in layers], NEAR + 1)
+        self.near = Neighbours([layer.saved_bytes for layer in layers], PREFETCH_LAYERS + 1)
         parameters = [layer.parameter_bytes for layer in layers]
         self.with_parameters = _sums(map(bool, parameters))
         self.neighbours = Neighbours([size for size in parameters if size], NEIGHBOURS)

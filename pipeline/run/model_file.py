@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...compression.codec import decode, encode
 from ...compression.errors import ConfigError
-from ...stages.memory.evictable_tensor import TensorMemory
+from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.tensor_file import in_order, write_tensors
 from ..pipeline import Pipeline
 from .build import is_bare
@@ -82,7 +82,7 @@ def keeping(path: Path) -> Iterator[None]:
         raise ConfigError(f"{error}; the trained weights are in {path}") from error
 
 
-def _one(pipe: Pipeline, key: str, away: Mapping[int, TensorMemory]) -> Tensor | None:
+def _one(pipe: Pipeline, key: str, away: Mapping[int, EvictableTensor]) -> Tensor | None:
     """Return the tensor of a key of the model on rank 0, None elsewhere; collective.
 
     Args:

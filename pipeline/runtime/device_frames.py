@@ -19,7 +19,7 @@ from torch import Tensor
 from ...compression.buffers import Frame
 from ...compression.codec import buffer_bytes
 from ...compression.errors import CodecError, StageError
-from ...compression.frame import Header, Promise, header_bytes, read_header
+from ...compression.frame import FrameSpec, Header, header_bytes, read_header
 from ...stages.device import Device
 from ...stages.stage.stage import Stage
 from ..distributed.gpu_transport import DeviceFrame, DevicePool
@@ -165,7 +165,7 @@ class DeviceFrames(Frames):
         return item
 
     def _opened(
-        self, message: Message, frame: Frame, promise: Promise, mask: Frame | None
+        self, message: Message, frame: Frame, promise: FrameSpec, mask: Frame | None
     ) -> tuple[Frame, Any, bool]:
         lanes = self.lanes[message.target]
         if isinstance(frame, DeviceFrame):
@@ -174,7 +174,7 @@ class DeviceFrames(Frames):
             header = read_header(frame.buffer, pooled=True)
             if promise.number or header.dtype is None:
                 return super()._opened(message, frame, promise, mask)
-        promise.hold(header)
+        promise.check(header)
         if not isinstance(frame, DeviceFrame) or frame.pool is not lanes.buffers:
             frame = lanes.brought(frame, header)
         known, after = None, [frame.written]

@@ -15,7 +15,7 @@ import torch
 from ...compression.buffers import Frame
 from ...compression.codec import buffer_bytes, decode_received, pack_into
 from ...compression.errors import CodecError, StageError
-from ...compression.frame import Promise
+from ...compression.frame import FrameSpec
 from ...compression.geometry import geometry
 from ...compression.names import HOST
 from ...stages.tracing.dataflow import NUMBERS
@@ -157,7 +157,7 @@ class Frames:
         return item
 
     def _opened(
-        self, message: Message, frame: Frame, promise: Promise, mask: Frame | None
+        self, message: Message, frame: Frame, promise: FrameSpec, mask: Frame | None
     ) -> tuple[Frame, Any, bool]:
         """Return the frame, its tensor, and whether that asks for a gradient."""
         bitmap = None if mask is None else mask.bytes

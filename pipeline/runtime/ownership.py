@@ -16,9 +16,9 @@ from ...compression.names import AUTO
 from ...stages.device import Device
 from ...stages.memory.byte_budget import Tiers
 from ...stages.memory.disk import MOST_WAITING, REQUEST_BYTES, Disk, DiskOptions
-from ...stages.memory.parameter_offload import Mirror
+from ...stages.memory.parameter_offload import OffloadedParameters
 from ...stages.memory.prefetch import MemoryThread
-from ...stages.memory.readers import but_staying, directly_read, readers_of, sharing
+from ...stages.memory.readers import directly_read, readers_of, sharing, without_resident
 from ...stages.memory.stores import UNLIMITED, StoreOptions, open_store
 from ...stages.plan.plan import Plan
 from ...stages.profiling.measure import owned_parameters
@@ -189,7 +189,7 @@ def disk_of(own: Ownership, plan: Plan, options: DiskOptions, tiers: Tiers) -> D
 
 def mirror_of(
     index: int, own: Ownership, *, model: nn.Module, plan: Plan, steps: Steps, stores: StoreOptions
-) -> Mirror | None:
+) -> OffloadedParameters | None:
     """The mirror of the parameters of a stage; None where they stay."""
     tier = plan.stages[index].parameters_tier
     if tier == "device":
@@ -205,5 +205,7 @@ def mirror_of(
             traced, layers = steps.layers(mode, other)
             parts = parts_of(model, traced, layers)
             able -= {id(parameter) for layer in layers for parameter in directly_read(layer, parts)}
-    readers = but_staying(readers_of(runs, able), plan.stages[index].staying_bytes)
-    return Mirror(open_store(tier, stores), readers=readers, packs=tier == "packed", min_bytes=LEAST_MIRRORED)
+    readers = without_resident(readers_of(runs, able), plan.stages[index].staying_bytes)
+    return OffloadedParameters(
+        open_store(tier, stores), readers=readers, packs=tier == "packed", min_bytes=LEAST_MIRRORED
+    )

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ...compression.buffers import Pool
 from ...stages.device import Device, is_gpu
 from ...stages.memory.byte_budget import Tiers
-from ...stages.memory.parameter_offload import Mirror
+from ...stages.memory.parameter_offload import OffloadedParameters
 from ...stages.plan.memory_model import copies
 from ...stages.plan.plan import Plan
 from ..schedules.span import Span
@@ -64,7 +64,7 @@ class Usage:
         *,
         resident: ResidentMemory,
         devices: Mapping[int, Device],
-        mirrors: Mapping[int, Mirror],
+        mirrors: Mapping[int, OffloadedParameters],
         tiers: Tiers | None = None,
         pool: Pool | None = None,
     ) -> None:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from ...compression.frame import Promise, frame_bytes
+from ...compression.frame import FrameSpec, frame_bytes
 from ...stages.stage.value_routing import Route
 from ...stages.tracing.dataflow import Value
 from .instruction import Instruction, Op
 
 _RAW = frozenset({"raw"})
-_NOTHING = Promise((), torch.uint8, (), _RAW)
+_NOTHING = FrameSpec((), torch.uint8, (), _RAW)
 
 
 class Flow(NamedTuple):
@@ -58,7 +58,7 @@ class Message:
     target: int
     masked: bool = False
     name: str = ""
-    promise: Promise = _NOTHING
+    promise: FrameSpec = _NOTHING
     raw_bytes: int = 0
     frame_bytes: int = 0
     ranks: tuple[int, int] = (0, 0)
@@ -158,12 +158,12 @@ def _from(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
     return tuple(message for message in messages if message.source == stage)
 
 
-def _promise(value: Value, codecs: frozenset[str]) -> Promise:
-    """Promise of the frame of a value."""
+def _promise(value: Value, codecs: frozenset[str]) -> FrameSpec:
+    """FrameSpec of the frame of a value."""
     if value.number is not None:
-        return Promise((), value.dtype, (), _RAW, number=True)
+        return FrameSpec((), value.dtype, (), _RAW, number=True)
     asks = value.requires_grad
-    return Promise(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
+    return FrameSpec(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
 
 
 def _gradient(down: Message, codecs: frozenset[str], *, sure: bool) -> Message:
@@ -173,7 +173,7 @@ def _gradient(down: Message, codecs: frozenset[str], *, sure: bool) -> Message:
 
     Args:
         sure: True if autograd surely makes one, as the value was when traced; else None may come."""
-    promise = Promise(
+    promise = FrameSpec(
         down.promise.sizes, down.promise.dtype, None, codecs, True, masked=down.masked, none=not sure
     )
     return Message(

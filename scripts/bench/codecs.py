@@ -32,9 +32,8 @@ from penstock.compression.kernels import jit
 from penstock.compression.names import lossless
 from penstock.compression.registry import codecs_on
 from penstock.compression.zero_value import (
-    ZeroValue,
     bitmap_for,
-    bitmap_of,
+    bitmap_in,
     has_bitmap,
     pack_masked,
     unpack_masked,
@@ -101,9 +100,7 @@ def bench(asked: Options, path: Path) -> Results:
     """Measure every codec on every class of tensors; results are printed and kept tensor by tensor."""
     config = harness.train_config(asked.job, {"threads": 1})
     torch.set_num_threads(config.threads or 1)
-    codecs = (
-        CODECS if asked.isa is None else codecs_on(asked.isa, ZeroValue(jit.zero_value_kernels(asked.isa)))
-    )
+    codecs = CODECS if asked.isa is None else codecs_on(asked.isa)
     results = Results(path, threads=config.threads, isa=asked.isa or jit.host_isas()[0], rows=[], overhead=[])
     packages = {name: version(name) for name in ("lz4", "zstandard", "blosc2") if find_spec(name)}
     results.content["versions"] |= packages
@@ -388,17 +385,16 @@ def _kept(
             "pack": lambda: codec.pack(words, to),
             "unpack": lambda: reader.unpack(frame.data_ptr() + start, num_bytes, into),
         }
-    zero_value = codecs["zero_value"]
     inner, outer = (codecs.get(codec.partition("+")[2]) for codec in (name, header.codec))
 
     def pack() -> Any:
-        bitmap = None if mask is None else bitmap_of(mask, zero_value)
+        bitmap = None if mask is None else bitmap_in(mask, header.dtype, header.geometry)
         assert bitmap is not None, "a mask that was used has a bitmap"
-        return pack_masked(words, bitmap, to, zero_value, inner)
+        return pack_masked(words, bitmap, to, inner)
 
     def unpack() -> None:
-        bitmap = bitmap_for(header, mask, zero_value)
-        unpack_masked(frame.data_ptr() + start, num_bytes, bitmap, into, zero_value, outer)
+        bitmap = bitmap_for(header, mask)
+        unpack_masked(frame.data_ptr() + start, num_bytes, bitmap, into, outer)
 
     return {"pack": pack, "unpack": unpack}
 

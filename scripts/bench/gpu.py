@@ -16,10 +16,10 @@ import torch
 from harness import Options, Results, Row, alternate, medians, say, timed
 from torch import Tensor
 
-from penstock.compression import gpu, gpu_words, gpu_zero_value
 from penstock.compression.codec import decode, encode
 from penstock.compression.errors import ConfigError
 from penstock.compression.frame import frame_bytes, header_bytes, read_header, sections
+from penstock.compression.gpu import frames, payloads, zero_value
 from penstock.compression.names import CODEC_NAMES
 
 MEBIBYTE = 1 << 20
@@ -74,8 +74,8 @@ def check(tensor: Tensor, codec: str) -> None:
     """Hold the kernels to their laws; AssertionError if one is broken."""
     home = tensor.cpu()
     expected, words = encode(home, codec), words_of(tensor)
-    assert torch.equal(gpu.encode(tensor, codec).cpu(), expected), "a GPU makes the CPU's bytes"
-    for back in (gpu.decode(expected.to(tensor.device)), decode(expected)):
+    assert torch.equal(frames.encode(tensor, codec).cpu(), expected), "a GPU makes the CPU's bytes"
+    for back in (frames.decode(expected.to(tensor.device)), decode(expected)):
         assert back is not None, "this frame has a tensor"
         assert torch.equal(words_of(back).to(words.device), words), "the same bits come back, also on the CPU"
     buffer = room_of(frame_bytes(tensor.shape, tensor.dtype), tensor.device)
@@ -83,13 +83,13 @@ def check(tensor: Tensor, codec: str) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")  # from here on torch raises where the host waits
     try:
-        packed = gpu.pack_on_device(tensor, buffer, codec=codec)
-        error = gpu.unpack_on_device(header, buffer[start : start + header.payload_bytes], out)
+        packed = frames.pack(tensor, buffer, codec, requires_grad=False)
+        error = frames.unpack_payload(header, buffer[start : start + header.payload_bytes], out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not int(error), "a sound payload is found to be sound"
     assert torch.equal(out, words), "the same bits come back without a wait"
-    finished = gpu.finish(packed, gpu.header_of(tensor)).cpu()
+    finished = packed.finish().cpu()
     assert torch.equal(finished, expected), "the same frame without a wait"
 
 
@@ -99,11 +99,11 @@ def measured(tensor: Tensor, codec: str, num_warps: int | None, repeats: int) ->
     graphs = {route: _graph([one.routes[route] for one in cases]) for route in cases[0].routes}
     seconds = medians(alternate(graphs, repeats))
     buffer = room_of(frame_bytes(tensor.shape, tensor.dtype), tensor.device)
-    host_seconds = timed(lambda: gpu.pack_on_device(tensor, buffer, codec=codec), 20)()
+    host_seconds = timed(lambda: frames.pack(tensor, buffer, codec, requires_grad=False), 20)()
     torch.cuda.synchronize()
     return {
         "num_bytes": tensor.nbytes,
-        "num_warps": num_warps or gpu_zero_value.NUM_WARPS[min(tensor.element_size(), 8)],
+        "num_warps": num_warps or zero_value.NUM_WARPS[min(tensor.element_size(), 8)],
         "ratio": tensor.nbytes / cases[0].payload.nbytes,
         "seconds": {route: taken / len(cases) for route, taken in seconds.items()},
         "least_bytes": cases[0].least_bytes,
@@ -203,23 +203,23 @@ def case(tensor: Tensor, codec: str, num_warps: int | None) -> Case:
     words, device, dtype = words_of(tensor).clone(), tensor.device, tensor.dtype
     warps: dict[str, Any] = {"num_warps": num_warps}
     payload, values, room = (room_of(tensor.nbytes, device) for _ in range(3))
-    num_bytes, number, _ = gpu_words.pack(codec, words, payload, dtype, None).tolist()
+    num_bytes, number, _ = payloads.pack(codec, words, payload, dtype, None).tolist()
     payload, out, made_by = payload[:num_bytes], torch.empty_like(words), CODEC_NAMES[number]
     bits = (words != 0).view(-1, 8) * torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=device)
     mask = bits.sum(1).to(torch.uint8)
     mask = torch.nn.functional.pad(mask, (0, sections(len(words)).offsets - len(mask)))
-    values = values[: int(gpu_zero_value.pack_masked(words, values, mask)[0])]
+    values = values[: int(zero_value.pack_masked(words, values, mask)[0])]
     routes: dict[str, Callable[[], object]] = {
         "copy": lambda: out.copy_(words),
-        "pack": lambda: gpu_words.pack(codec, words, room, dtype, None),
-        "unpack": lambda: gpu_words.unpack(made_by, payload, out, dtype, None),
+        "pack": lambda: payloads.pack(codec, words, room, dtype, None),
+        "unpack": lambda: payloads.unpack(made_by, payload, out, dtype, None),
     }
     if codec == "zero_value":
-        routes["pack"] = lambda: gpu_zero_value.pack(words, room, **warps)
+        routes["pack"] = lambda: zero_value.pack(words, room, **warps)
         if made_by == codec:
-            routes["unpack"] = lambda: gpu_zero_value.unpack(payload, out, **warps)
-        routes["pack_masked"] = lambda: gpu_zero_value.pack_masked(words, room, mask, **warps)
-        routes["unpack_masked"] = lambda: gpu_zero_value.unpack(values, out, mask=mask, **warps)
+            routes["unpack"] = lambda: zero_value.unpack(payload, out, **warps)
+        routes["pack_masked"] = lambda: zero_value.pack_masked(words, room, mask, **warps)
+        routes["unpack_masked"] = lambda: zero_value.unpack(values, out, mask=mask, **warps)
     packed, masked = words.nbytes + payload.nbytes, words.nbytes + values.nbytes + mask.nbytes
     apart = values.nbytes if codec == "zero_value+exponent" else 0
     again = words.nbytes + mask.nbytes * codec.startswith("zero_value")

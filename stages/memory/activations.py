@@ -1,4 +1,4 @@
-"""What a stage's forward saved leaves when its layer is done, and is back before the layer's backward.
+"""Saved tensors of a stage, evicted when their layer is done and back before the layer's backward.
 
 The walk of the forward says which layer saves, autograd which one reads; the memory thread moves. After the
 forward comes ``offload``, before the backward ``ready``, after it ``drop``. What was packed for the wire is
@@ -19,13 +19,13 @@ from ...compression.buffers import Pool
 from ..tracing.layers import Layer
 from .layer_codecs import LayerAwareCompressor, Modules
 from .packer import SavedCounts, SavedTensorPacker
-from .prefetch import MemoryThread, SavedRun, Went
+from .prefetch import MemoryThread, SavedRun, SentFrames
 from .saved_storage import SavedStorage, WriteCounter
 from .saved_tensor_hooks import ParameterFilter, SavedTensorHooks
 from .stores import Store
 
 
-class RunAgain(Protocol):
+class Recompute(Protocol):
     """Runs the layers of a forward again; ``tied``: parameters of other stages that they then get."""
 
     tied: Sequence[Tensor]
@@ -44,17 +44,17 @@ class KeepOnDevice:
         self._parameters, self.counts = parameters, SavedCounts()
 
     def forward(
-        self, micro_batch: int, keep: Iterable[Tensor] = (), run_again: RunAgain | None = None
+        self, micro_batch: int, keep: Iterable[Tensor] = (), recompute: Recompute | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Return the block in which the layers of ``micro_batch`` run.
 
         Args:    keep: tied parameters of other stages that the layers read.
-                 run_again: runs the layers of this forward once more."""
+                 recompute: runs the layers of this forward once more."""
         if self._parameters is None:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._parameters.untouched, operator.call)
 
-    def offload(self, micro_batch: int, went: Went) -> None:
+    def offload(self, micro_batch: int, sent: SentFrames) -> None:
         """The forward of ``micro_batch`` is over, what it saved may leave."""
 
     def ready(self, micro_batch: int) -> None:
@@ -68,7 +68,7 @@ class KeepOnDevice:
 
 
 class SavedActivations(KeepOnDevice):
-    """What the micro-batches of one stage save, on its way to a store and back."""
+    """Saved tensors of the micro-batches of one stage, on their way to a store and back."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class SavedActivations(KeepOnDevice):
 
     @contextlib.contextmanager
     def forward(
-        self, micro_batch: int, keep: Iterable[Tensor] = (), run_again: RunAgain | None = None
+        self, micro_batch: int, keep: Iterable[Tensor] = (), recompute: Recompute | None = None
     ) -> Iterator[None]:
         """The block in which the layers of ``micro_batch`` run."""
         run = self._run = self._micro_batches[micro_batch] = SavedRun(
@@ -138,13 +138,13 @@ class SavedActivations(KeepOnDevice):
             number = self._numbers.setdefault(following, len(self._numbers))
             self._thread.layer_begins(run, number)
 
-    def offload(self, micro_batch: int, went: Went) -> None:
+    def offload(self, micro_batch: int, sent: SentFrames) -> None:
         """The forward of ``micro_batch`` is over, what it saved may leave; waits where the packing is behind.
 
-        Args:    went: by number, tensors that were sent and their frames, which the store holds in place of
+        Args:    sent: by number, tensors that were sent and their frames, which the store holds in place of
                  frames of its own."""
         self._check()
-        self._micro_batches[micro_batch].close(went)
+        self._micro_batches[micro_batch].close(sent)
         self._thread.closed()
 
     def ready(self, micro_batch: int) -> None:

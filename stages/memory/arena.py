@@ -114,7 +114,7 @@ class Arena(Pool):
 
 
 def _lifetimes(events: list[tuple[int, int]]) -> list[Lifetime]:
-    """What was taken, in that order; ``upper`` is 0 where it did not come back within the step."""
+    """Return what was taken, in that order; ``upper`` is 0 where it did not come back within the step."""
     found: list[Lifetime] = []
     lent: dict[int, int] = {}
     for time, (identity, size) in enumerate(events, start=1):

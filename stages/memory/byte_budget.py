@@ -1,4 +1,4 @@
-"""How many bytes of each kind a rank holds, by tier, and within which limits.
+"""Bytes of each kind on a rank, by tier, and their limits.
 
 Whoever makes, moves or frees bytes counts them, in any thread. A garbage collector may run a finalizer that
 counts between the load and the store of ``+=``, in a thread that holds a lock of ours: so counting appends
@@ -24,13 +24,13 @@ Limit = int | None
 _SECONDS = 0.1
 
 
-class Gauge:
+class ByteCounter:
     """Bytes of one kind: ``now``, and the most since ``begin``.
 
-    ``limit``: what it shall not exceed; None: anything. A gauge keeps nobody from adding: who could wait for
-    room asks ``wait``."""
+    ``limit``: the most that there shall be; None: any. ``add`` never waits, above the limit neither; ``wait``
+    does."""
 
-    def __init__(self, limit: Limit = None, *, part_of: Gauge | None = None) -> None:
+    def __init__(self, limit: Limit = None, *, part_of: ByteCounter | None = None) -> None:
         """Start with none. What is counted here is counted in ``part_of`` too."""
         self.limit, self._part_of = limit, part_of
         self._now = self.peak = 0
@@ -40,7 +40,7 @@ class Gauge:
         self._waiting = 0
 
     @property
-    def wider(self) -> tuple[Gauge, ...]:
+    def wider(self) -> tuple[ByteCounter, ...]:
         """Those of which it is a part."""
         return () if self._part_of is None else (self._part_of,)
 
@@ -64,7 +64,7 @@ class Gauge:
             self._part_of.add(num_bytes)
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so many bytes more keep to the limit."""
+        """Return whether so many bytes more keep to the limit."""
         return self.limit is None or self.now + num_bytes <= self.limit
 
     def wait(self, enough: Callable[[], bool]) -> None:
@@ -94,16 +94,16 @@ class Gauge:
 
 
 class Share:
-    """What one owner has in a gauge, who counts all of it anew and not what changed."""
+    """Bytes of one owner in a counter, who counts all of them anew and not the change."""
 
-    def __init__(self, gauge: Gauge) -> None:
+    def __init__(self, counter: ByteCounter) -> None:
         """Begin with none."""
-        self._gauge, self.num_bytes = gauge, 0
+        self._counter, self.num_bytes = counter, 0
 
     def set(self, num_bytes: int) -> None:
         """It has so many bytes now. One thread says so."""
         self.num_bytes, before = num_bytes, self.num_bytes
-        self._gauge.add(num_bytes - before)
+        self._counter.add(num_bytes - before)
 
 
 NAMES: Final = ("device", "packed", "host", "disk")
@@ -111,7 +111,7 @@ _ROOM = 2  # one part in so many of what a limit leaves free is for what is abou
 
 
 class Tiers:
-    """How many bytes each tier of a rank has.
+    """Bytes of each tier of a rank.
 
     Attributes: device: all tensor bytes that are counted: those that never leave, what forwards saved,
                         parameters that come and go, and the frames of other tiers that lie there.
@@ -119,23 +119,23 @@ class Tiers:
 
     def __init__(self, *, device: Limit = None, host: Limit = None, on_gpu: bool = False) -> None:
         """Limits in bytes; the disk keeps its own, by the bytes of its file."""
-        self.device = Gauge(device)
-        self.packed = Gauge(part_of=self.device)
-        self.host = Gauge(host, part_of=None if on_gpu else self.device)
-        self.disk, self.leaving = Gauge(), Gauge()
-        gauges = self.device, self.packed, self.host, self.disk
-        self._named: dict[str, Gauge] = dict(zip(NAMES, gauges, strict=True))
+        self.device = ByteCounter(device)
+        self.packed = ByteCounter(part_of=self.device)
+        self.host = ByteCounter(host, part_of=None if on_gpu else self.device)
+        self.disk, self.leaving = ByteCounter(), ByteCounter()
+        counters = self.device, self.packed, self.host, self.disk
+        self._named: dict[str, ByteCounter] = dict(zip(NAMES, counters, strict=True))
         self._fixed = Share(self.device)
         self.seconds_waited = 0.0
 
-    def named(self, tier: str) -> Gauge:
-        """The gauge of a tier by its name."""
+    def named(self, tier: str) -> ByteCounter:
+        """The counter of a tier by its name."""
         return self._named[tier]
 
     def begin(self) -> None:
         """A step begins: the most is that of this step."""
-        for gauge in self._named.values():
-            gauge.begin()
+        for counter in self._named.values():
+            counter.begin()
 
     def fix(self, num_bytes: int) -> None:
         """So many bytes of the device never leave: parameters, gradients, optimizer state, buffers."""
@@ -149,10 +149,10 @@ class Tiers:
     @property
     def peaks(self) -> dict[str, int]:
         """The most bytes of every tier in this step."""
-        return {name: gauge.peak for name, gauge in self._named.items()}
+        return {name: counter.peak for name, counter in self._named.items()}
 
     @property
-    def too_much(self) -> int | None:
+    def excess(self) -> int | None:
         """Bytes that are to leave the device, those on their way not counted; None: it has no limit.
 
         Half of what the limit leaves beside the fixed bytes is kept free for what the next layers save."""
@@ -162,12 +162,12 @@ class Tiers:
         return self.device.now - self.leaving.now - (limit - max(0, limit - self.fixed) // _ROOM)
 
 
-NEAR = 4  # layers: "auto"; what is read within so many is brought back, and need not leave
+PREFETCH_LAYERS = 4  # layers: "auto"; what is read within so many is brought back, and need not leave
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """What a rank does with what leaves it for a while; no bit hangs on it, and ranks may differ.
+    """Options of a rank for what leaves it for a while; no bit depends on them, and ranks may differ.
 
     ``prefetch_layers``: what is read within so many layers of the program is brought back;
     ``writeout_layers``: what is not read within so many leaves. None: as far ahead as is of use.

@@ -58,7 +58,7 @@ def aligned(num_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiskOptions:
-    """What the tier ``disk`` of a rank may use.
+    """Options of the tier ``disk`` of a rank.
 
     ``path``: the folder of its file; None: the one for temporary files. ``budget``: the most bytes of the
     file, as ``"20GiB"``, 0: nothing goes there; None: no limit."""
@@ -68,7 +68,7 @@ class DiskOptions:
 
     @property
     def allowed(self) -> bool:
-        """Whether anything may go there."""
+        """Return whether anything may go there."""
         return self.budget is None or not is_zero(self.budget)
 
 
@@ -332,7 +332,7 @@ class Disk:
 
     @property
     def takes(self) -> bool:
-        """Whether there is room, as far as is known."""
+        """Return whether there is room, as far as is known."""
         return not self.space.is_full
 
     def write(self, frame: Frame, *, ready: Callable[[], None] | None = None) -> SwapEntry:

@@ -27,22 +27,21 @@ from .stores import Store, UnpooledBuffers
 
 
 def may_leave(tensor: Tensor, *, min_bytes: int) -> bool:
-    """Whether ``tensor`` is nothing but plain elements in memory, of ``min_bytes`` bytes or more."""
+    """Return whether ``tensor`` is nothing but plain elements in memory, of ``min_bytes`` bytes or more."""
     return is_elements(tensor) and tensor.numel() * tensor.itemsize >= max(1, min_bytes)
 
 
-class Frames:
+class TensorStore:
     """A store of tensors' bytes, and how they lie in it: ``packs``: packed where that pays, else as they are.
 
-    ``ahead``: the thread that brings what is wanted soon. ``near``: bytes outside of the store, as whoever
-    moves them counts them. ``bytes_out`` and ``bytes_in`` count what left and
-    what came, unpacked."""
+    ``ahead``: the thread that prefetches. ``resident``: bytes outside of the store.
+    ``bytes_out`` and ``bytes_in`` count what left and what came, unpacked."""
 
     def __init__(self, store: Store, *, packs: bool) -> None:
-        """Frames that are made here are memory of their own, which nobody uses again."""
+        """TensorStore that are made here are memory of their own, which nobody uses again."""
         self.store, self.packs, self.own = store, packs, UnpooledBuffers()
         self.ahead = Worker("penstock-memory-parameters")
-        self.bytes_out, self.bytes_in, self.near = 0, 0, Share(store.tiers.device)
+        self.bytes_out, self.bytes_in, self.resident = 0, 0, Share(store.tiers.device)
         self.exposed_seconds = 0.0
         self._counting, self._reading = threading.Lock(), threading.Lock()
 
@@ -61,16 +60,16 @@ class Frames:
 
     def reading(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """The block in which a frame is got and read: a store may lend memory that it uses again."""
-        return self._reading if self.store.takes_away(device) else contextlib.nullcontext()
+        return self._reading if self.store.offloads_from(device) else contextlib.nullcontext()
 
 
-class TensorMemory:
+class EvictableTensor:
     """The bytes of one tensor in a store, or near.
 
     A frame that is not packed is the tensor's own memory, which changes hands: where a store leaves frames
     in memory nothing is copied."""
 
-    def __init__(self, frames: Frames, tensor: Tensor) -> None:
+    def __init__(self, frames: TensorStore, tensor: Tensor) -> None:
         """Take note of how ``tensor`` lies in memory; nothing moves yet."""
         self._frames, self._key = frames, object()
         self._view: TensorView = view_of(tensor)._replace(start=0)
@@ -90,8 +89,8 @@ class TensorMemory:
         frame, store = self._frame(flat), self._frames.store
         if not store.admit(self._key, frame.num_bytes):
             return False
-        near = self._frames.near  # from here on the store counts it
-        near.set(near.num_bytes - self.num_bytes)
+        resident = self._frames.resident  # from here on the store counts it
+        resident.set(resident.num_bytes - self.num_bytes)
         store.put(self._key, frame)
         self.stored = True
         self._frames.count(out=self.num_bytes)
@@ -101,7 +100,7 @@ class TensorMemory:
         """Return the tensor in memory, to be read; the store keeps its bytes."""
         self._frames.count(came=self.num_bytes)
         with self._frames.reading(self._device):
-            return self._view.over(self._found(self._frames.store.get(self._key)))
+            return self._view.over(self._bytes_of(self._frames.store.get(self._key)))
 
     def take(self) -> Tensor:
         """Return the tensor in memory, to be written; the store forgets it."""
@@ -122,8 +121,8 @@ class TensorMemory:
 
     @property
     def takes_time(self) -> bool:
-        """Whether ``get`` has something to do that another thread may: a GPU has its own order."""
-        away = self._packed or self._frames.store.takes_away(self._device)
+        """Return whether ``get`` has something to do that another thread may: a GPU has its own order."""
+        away = self._packed or self._frames.store.offloads_from(self._device)
         return away and not is_gpu(self._device)
 
     def drop(self) -> None:
@@ -143,7 +142,7 @@ class TensorMemory:
         self._packed = False
         return Frame(flat.view(torch.uint8), self.num_bytes, own)
 
-    def _found(self, frame: Frame) -> Bytes:
+    def _bytes_of(self, frame: Frame) -> Bytes:
         if self._packed:
             flat = decode(frame.bytes)
             assert flat is not None, "a tensor has bytes"

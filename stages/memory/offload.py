@@ -128,5 +128,5 @@ def _tensors(keep: object) -> list[Tensor]:
 def _took(packer: SavedTensorPacker, storage: SavedStorage) -> None:
     """Pack ``storage`` in the packing thread, and forget its frame when the graph does."""
     weakref.finalize(storage, packer.store.drop, storage.key).atexit = False
-    storage.transition("leaving")
+    storage.transition("evicting")
     packer.queue(storage)

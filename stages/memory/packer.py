@@ -59,7 +59,7 @@ class WireFrame(NamedTuple):
         return cls(frame, StorageWeakRef(tensor.untyped_storage()), view_of(tensor))
 
     def covers(self, saved: SavedStorage) -> bool:
-        """Whether it has every byte that the graph reads of ``saved``: no gaps, no other bitmap, no loss."""
+        """Return whether it has every byte that the graph reads of ``saved``, without loss."""
         if self.storage.cdata != saved.original.cdata:
             return False
         first, end = min(view.start for view in saved.views), max(view.end for view in saved.views)
@@ -71,7 +71,7 @@ class WireFrame(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class SavedCounts:
-    """What became of saved tensors.
+    """Counts of saved tensors.
 
     Attributes: bytes_raw: of the storages that were to leave, each once: without parameters and small ones.
                 bytes_kept: those that stayed: frames, what did not shrink or found no room, what was wanted
@@ -132,10 +132,10 @@ class SavedTensorPacker:
         for _ in range(self._num_ahead):
             if before is None:
                 break
-            if self.reading.has_room and before.transition("coming", only_from="away"):
+            if self.reading.has_room and before.transition("loading", only_from="offloaded"):
                 self.bring([weakref.ref(before)])
             before = before.previous()
-        if storage.state in ("resident", "leaving"):
+        if storage.state in ("resident", "evicting"):
             return writes.counted(storage.read(number))
         began = time.perf_counter()
         found = storage.read(number)
@@ -206,7 +206,7 @@ class SavedTensorPacker:
         self.io.submit(functools.partial(self._put, storage, frame, restore))
 
     def _put(self, storage: SavedStorage, frame: Frame, restore: Restore) -> None:
-        if storage.state != "leaving":  # wanted again or dropped, while the frame was queued
+        if storage.state != "evicting":  # wanted again or dropped, while the frame was queued
             frame.release()
             return self._keep(storage)
         try:
@@ -233,12 +233,12 @@ class SavedTensorPacker:
         if storage is None:
             return
         self.store.drop(storage.key)  # what was admitted
-        storage.transition("resident", only_from="leaving")
+        storage.transition("resident", only_from="evicting")
         self._count(storage, storage.num_bytes)
 
     def _frame(self, storage: SavedStorage, flat: Tensor) -> Frame | None:
         """Return the frame of ``flat``, all of ``storage`` or its compact form, if it is worth it."""
-        codec, far = self.codec, self.store.takes_away(storage.device)
+        codec, far = self.codec, self.store.offloads_from(storage.device)
         most = storage.num_bytes * 2 if far else storage.num_bytes // WORTH
         if flat.dtype is torch.bool:  # a view of other bytes, perhaps, and a decoded bool is 0 or 1
             flat = flat.view(torch.uint8)

@@ -23,27 +23,27 @@ from torch.optim import Optimizer
 
 from ...compression.errors import StageError
 from ..tracing.layers import Layer
-from .evictable_tensor import Frames, TensorMemory, hollow, may_leave
+from .evictable_tensor import EvictableTensor, TensorStore, hollow, may_leave
 from .saved_storage import TensorView, bytes_around, refuse_written, view_of
 from .stores import Store
 
 Kept = Mapping[Any, Any]  # what an optimizer keeps of a parameter
 
 
-class ParameterMemory:
+class EvictableParameter:
     """Begins near, as it is.
 
     Attributes: turn: the part of the mirror that it belongs to; storage: the identity of its memory while it
                 is near, by which parts of it are known."""
 
-    def __init__(self, frames: Frames, parameter: Parameter, turn: int) -> None:
+    def __init__(self, frames: TensorStore, parameter: Parameter, turn: int) -> None:
         self._frames, self.parameter, self.turn = frames, parameter, turn
-        self._memory = TensorMemory(frames, parameter.data)
-        self._gradient: TensorMemory | None = None
-        self._ahead, self._lock = cast("Tensor | None", None), threading.Lock()  # values brought ahead
+        self._memory = EvictableTensor(frames, parameter.data)
+        self._gradient: EvictableTensor | None = None
+        self._prefetched, self._lock = cast("Tensor | None", None), threading.Lock()  # values brought ahead
         self._soon = False
-        self._state: dict[Any, TensorMemory] = {}
-        self._version, self.near = parameter._version, True
+        self._state: dict[Any, EvictableTensor] = {}
+        self._version, self.is_resident = parameter._version, True
         self.hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
         self.storage = parameter.untyped_storage()._cdata
 
@@ -53,29 +53,29 @@ class ParameterMemory:
         state = sum(memory.num_bytes for memory in self._state.values())
         return (1 + self.parameter.requires_grad) * self._memory.num_bytes + state
 
-    def near_bytes(self, kept: Kept) -> int:
+    def resident_bytes(self, kept: Kept) -> int:
         """Bytes of all that which are near."""
         items = self.parameter, self.parameter.grad, *kept.values()
         dense = (t for t in items if isinstance(t, Tensor) and t.layout is torch.strided)
         return sum(tensor.nbytes for tensor in dense)
 
     @property
-    def ahead_bytes(self) -> int:
+    def prefetched_bytes(self) -> int:
         """Bytes of its values that were brought ahead."""
-        return 0 if (found := self._ahead) is None else found.nbytes
+        return 0 if (found := self._prefetched) is None else found.nbytes
 
     # -- its values, which are there to be read -----------------------------------------------------------
 
-    def come(self) -> None:
+    def load(self) -> None:
         """Its values come.
 
         Raises: StageError: it was written to while it was away."""
         self._refuse_written()
         self._frames.ahead.check()
         with self._frames.exposed(), self._lock:
-            found, self._ahead = self._ahead, None
+            found, self._prefetched = self._prefetched, None
             self.parameter.data = self._memory.get() if found is None else found
-            self.near, self._soon = True, False
+            self.is_resident, self._soon = True, False
         self.storage = self.parameter.untyped_storage()._cdata
 
     def _refuse_written(self) -> None:
@@ -86,29 +86,29 @@ class ParameterMemory:
                 "was away; write to it inside of Pipeline.near()"
             )
 
-    def away(self, kept: Kept) -> Iterator[tuple[Tensor, TensorMemory]]:
+    def evicted(self, kept: Kept) -> Iterator[tuple[Tensor, EvictableTensor]]:
         """Of its values and what is kept of it what is not near: the tensor, and where its bytes are.
 
         Raises: StageError: it was written to while it was away."""
-        if not self.near:
+        if not self.is_resident:
             self._refuse_written()
             yield self.parameter, self._memory
         for key, memory in self._state.items():
             if memory.stored and key in kept:
                 yield kept[key], memory
 
-    def leave(self) -> bool:
+    def evict(self) -> bool:
         """Its values leave; False: the store has no room for them."""
         version = self.parameter._version
         if not self._memory.put(self.parameter.data, written=version != self._version):
             return False
         hollow(self.parameter)
-        self.near, self._version = False, version
+        self.is_resident, self._version = False, version
         return True
 
     def fetch(self, *, gradient: bool) -> None:
         """Its values are wanted soon, and the ``gradient``."""
-        if not self.near:
+        if not self.is_resident:
             self._memory.fetch()
             if not self._soon and self._memory.takes_time:
                 self._soon = True
@@ -117,15 +117,15 @@ class ParameterMemory:
             self._gradient.fetch()
 
     def _bring(self) -> None:
-        """In the thread of ``Frames``: have its values at hand; nobody writes to them until they come."""
+        """In the thread of ``TensorStore``: have its values at hand; nobody writes to them before."""
         with self._lock:
-            if self._soon and not self.near:
-                self._ahead = self._memory.get()
+            if self._soon and not self.is_resident:
+                self._prefetched = self._memory.get()
 
-    def forget_ahead(self) -> None:
+    def forget_prefetched(self) -> None:
         """Its values are not wanted soon."""
         with self._lock:
-            self._ahead, self._soon = None, False
+            self._prefetched, self._soon = None, False
 
     # -- its gradient -------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class ParameterMemory:
         _reorder(parameter._post_accumulate_grad_hooks, lambda key: key == behind.id)
 
     def bring_gradient(self) -> None:
-        """What there is of its gradient comes, to be written; its values are near."""
+        """Bring what there is of its gradient, to be written; its values are resident."""
         if self._gradient is not None:
             self.parameter.grad = self._gradient.take()
             self._gradient = None
@@ -150,7 +150,7 @@ class ParameterMemory:
         """Its gradient leaves; one that is not dense stays, and what finds no room."""
         gradient = self.parameter.grad
         if gradient is not None and may_leave(gradient, min_bytes=1):
-            memory = TensorMemory(self._frames, gradient)
+            memory = EvictableTensor(self._frames, gradient)
             if memory.put(gradient):
                 self._gradient, self.parameter.grad = memory, None
 
@@ -185,7 +185,7 @@ class ParameterMemory:
         self.push_gradient()
         for key, item in kept.items():
             if isinstance(item, Tensor) and may_leave(item, min_bytes=min_bytes):
-                memory = self._state[key] = TensorMemory(self._frames, item)
+                memory = self._state[key] = EvictableTensor(self._frames, item)
                 if memory.put(item):
                     hollow(item)
 
@@ -200,15 +200,15 @@ def _reorder(hooks: dict[int, Any], place: Callable[[int], bool]) -> None:
 
 
 Turn = Sequence[Parameter]
-NEAR = 2  # layers whose parameters stay near in a backward, where branches of a network take turns
+RESIDENT_LAYERS = 2  # layers whose parameters stay near in a backward, where branches of a network take turns
 
 
-class Mirror:
+class OffloadedParameters:
     """The parameters of one stage that may leave, by the layers that read them.
 
     Attributes: frames: where they wait; memories: of each of them.
                 turns: in parts, layer by layer, of which an update takes one at a time.
-                peak_bytes: the most of ``near_bytes`` in this step."""
+                peak_bytes: the most of ``resident_bytes`` in this step."""
 
     def __init__(
         self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int
@@ -218,30 +218,30 @@ class Mirror:
         Args:    readers: by name of a layer, in running order, the parameters that it reads.
                  packs: they are packed where that pays.
                  min_bytes: smaller ones stay near, as smaller tensors of an optimizer do."""
-        self.frames, self._min_bytes = Frames(store, packs=packs), min_bytes
-        self._all: dict[int, ParameterMemory] = {}
-        self._by_layer: dict[str, list[ParameterMemory]] = {}
+        self.frames, self._min_bytes = TensorStore(store, packs=packs), min_bytes
+        self._all: dict[int, EvictableParameter] = {}
+        self._by_layer: dict[str, list[EvictableParameter]] = {}
         self.turns: list[list[Parameter]] = []
         for name, read in readers.items():
             able = [p for p in read if id(p) in self._all or may_leave(p.data, min_bytes=min_bytes)]
             if first := [p for p in able if id(p) not in self._all]:
-                self._all |= {id(p): ParameterMemory(self.frames, p, len(self.turns)) for p in first}
+                self._all |= {id(p): EvictableParameter(self.frames, p, len(self.turns)) for p in first}
                 self.turns.append(first)
             self._by_layer[name] = [self._all[id(p)] for p in able]
         self.memories = self._all.values()
-        self._near = dict.fromkeys(self.memories)
-        self._storages = {one.storage: one for one in self._near}
+        self._resident = dict.fromkeys(self.memories)
+        self._storages = {one.storage: one for one in self._resident}
         self._recent: list[int] = []  # turns, in a backward
         self._walks = False  # a forward runs
-        self._soon: list[ParameterMemory] = []  # brought ahead
+        self._soon: list[EvictableParameter] = []  # brought ahead
         self._optimizer: Optimizer | None = None
         self.peak_bytes = 0
 
     @property
-    def near_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of parameters near or brought ahead, their gradients, and what an optimizer keeps of them."""
-        here = sum(one.near_bytes(self._kept(one.parameter)) for one in self._near)
-        return here + sum(one.ahead_bytes for one in self._soon)
+        here = sum(one.resident_bytes(self._kept(one.parameter)) for one in self._resident)
+        return here + sum(one.prefetched_bytes for one in self._soon)
 
     @property
     def num_bytes(self) -> int:
@@ -253,7 +253,7 @@ class Mirror:
         """Bytes of the store's frames that are on the device of the parameters."""
         store = self.frames.store
         devices = {one.parameter.device for one in self._all.values()}
-        return 0 if all(map(store.takes_away, devices)) else store.num_bytes
+        return 0 if all(map(store.offloads_from, devices)) else store.num_bytes
 
     def bind(self, optimizer: Optimizer) -> None:
         """Tell of the optimizer of these parameters, whose state of them leaves with them."""
@@ -262,7 +262,7 @@ class Mirror:
     def begin(self) -> None:
         """A step begins: no gradient is left of the one before but what no optimizer takes away, and
         gradients leave when they are final."""
-        self.peak_bytes = self.near_bytes
+        self.peak_bytes = self.resident_bytes
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         taken = {id(parameter) for group in groups for parameter in group["params"]}
         for one in self._all.values():
@@ -280,11 +280,11 @@ class Mirror:
             self.settle()
         for one in self._by_layer.get(done.name, ()) if done is not None else ():
             if one not in wanted:
-                self._leave(one)
+                self._evict(one)
         self._note()
         self._walks = following is not None
         for one in wanted:
-            self._come(one)
+            self._load(one)
         if wanted:
             self._note()
             self.prefetch(max(one.turn for one in wanted) + 1)
@@ -294,58 +294,58 @@ class Mirror:
         found = self.turns[turn] if 0 <= turn < len(self.turns) else ()
         before, self._soon = self._soon, [self._all[id(parameter)] for parameter in found]
         for one in (one for one in before if one.turn != turn):
-            one.forget_ahead()
+            one.forget_prefetched()
         for one in self._soon:
             one.fetch(gradient=not self._walks)
 
     def settle(self) -> None:
         """All of them leave: between two walks, and where one failed."""
-        for one in list(self._near):
-            self._leave(one)
+        for one in list(self._resident):
+            self._evict(one)
         self.prefetch(-1)
         self._note()
         self._recent.clear()
         self._walks = False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is one of the parameters that are near, or a part of one."""
+        """Return whether ``tensor`` is one of the parameters that are near, or a part of one."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What autograd keeps in the place of ``tensor``, which ``holds``: the call that gives it back."""
+        """Return what autograd keeps for ``tensor``, which ``holds``: the call that gives it back."""
         one = self._storages[tensor.untyped_storage()._cdata]
         begins = tensor.data_ptr() - one.parameter.data_ptr()
         view = None if tensor is one.parameter else view_of(tensor)._replace(start=begins)
         return functools.partial(self._read, one, view, one.parameter._version)  # a view may count for itself
 
-    def _read(self, one: ParameterMemory, view: TensorView | None, version: int) -> Tensor:
+    def _read(self, one: EvictableParameter, view: TensorView | None, version: int) -> Tensor:
         refuse_written(version, one.parameter._version)
-        self._wanted(one)
+        self._ensure_resident(one)
         return one.parameter.detach() if view is None else view.over(bytes_around(0, one.parameter.data))
 
-    def _wanted(self, one: ParameterMemory) -> None:
+    def _ensure_resident(self, one: EvictableParameter) -> None:
         """Bring what a backward reads; what was near longest leaves."""
-        if one.near:
+        if one.is_resident:
             return
-        self._come(one)
+        self._load(one)
         if not self._walks and one.turn not in self._recent:
             self.prefetch(one.turn - 1)
             self._recent.append(one.turn)
-            if len(self._recent) > NEAR:
+            if len(self._recent) > RESIDENT_LAYERS:
                 last = self._recent.pop(0)
-                for other in [other for other in self._near if other.turn == last]:
-                    self._leave(other)
+                for other in [other for other in self._resident if other.turn == last]:
+                    self._evict(other)
 
-    def _arrives(self, one: ParameterMemory, gradient: Tensor) -> None:
+    def _arrives(self, one: EvictableParameter, gradient: Tensor) -> None:
         """Ahead of adding ``gradient``: what there is of it comes."""
-        self._wanted(one)
+        self._ensure_resident(one)
         one.bring_gradient()
 
-    def _added(self, one: ParameterMemory, _: Tensor) -> None:
+    def _added(self, one: EvictableParameter, _: Tensor) -> None:
         self._note()
         one.push_gradient()
         if not self._walks:
-            self._leave(one)
+            self._evict(one)
         self._note()
 
     @contextlib.contextmanager
@@ -388,27 +388,27 @@ class Mirror:
 
     def _pull(self, turn: Turn) -> None:
         for one in (self._all[id(parameter)] for parameter in turn):
-            self._come(one)
+            self._load(one)
             one.pull(self._kept(one.parameter))
 
     def _push(self, turn: Turn) -> None:
         for one in (self._all[id(parameter)] for parameter in turn):
             one.push(self._kept(one.parameter), min_bytes=self._min_bytes)
-            self._leave(one)
+            self._evict(one)
         self._note()
 
-    def _come(self, one: ParameterMemory) -> None:
-        if not one.near:
-            one.come()
-            self._near[one], self._storages[one.storage] = None, one
+    def _load(self, one: EvictableParameter) -> None:
+        if not one.is_resident:
+            one.load()
+            self._resident[one], self._storages[one.storage] = None, one
 
-    def _leave(self, one: ParameterMemory) -> None:
-        if one.near and one.leave():
-            del self._near[one], self._storages[one.storage]
+    def _evict(self, one: EvictableParameter) -> None:
+        if one.is_resident and one.evict():
+            del self._resident[one], self._storages[one.storage]
 
     def _kept(self, parameter: Parameter) -> Kept:
         return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
 
     def _note(self) -> None:
-        self.frames.near.set(near := self.near_bytes)
+        self.frames.resident.set(near := self.resident_bytes)
         self.peak_bytes = max(self.peak_bytes, near)

@@ -29,7 +29,7 @@ from torch import Tensor
 from ...compression.buffers import Frame
 from ..tracing.layers import Layer
 from ..worker import Worker
-from .byte_budget import NEAR, NO_OPTIONS, MemoryOptions, Tiers
+from .byte_budget import NO_OPTIONS, PREFETCH_LAYERS, MemoryOptions, Tiers
 from .layer_codecs import LayerAwareCompressor
 from .packer import SavedTensorPacker, WireFrame
 from .saved_storage import SavedStorage
@@ -61,11 +61,11 @@ class Timeline:
             position += max(1, self._num_layers.get(one.stage, 1))
 
     def start(self, number: int) -> int:
-        """Where pass ``number`` of the program begins."""
+        """Position at which pass ``number`` of the program begins."""
         return self._starts[number]
 
     def position(self, start: int, stage: int, layer: int, *, reads: bool) -> int:
-        """Where ``layer`` of a pass of ``stage`` runs that begins at ``start``."""
+        """Position of ``layer`` in a pass of ``stage`` that begins at ``start``."""
         return start + (max(0, self._num_layers.get(stage, 0) - 1 - layer) if reads else layer)
 
     def readings(self, now: int) -> Iterator[tuple[int, Pass]]:
@@ -75,18 +75,18 @@ class Timeline:
                 yield start, one
 
     def next_reading(self, stage: int, micro_batch: int, now: int) -> int:
-        """Where the next pass begins that reads what ``stage`` saved of ``micro_batch``, or NEVER."""
+        """Position of the next pass that reads what ``stage`` saved of ``micro_batch``, or NEVER."""
         for start, one in self.readings(now):
             if one.stage == stage and one.micro_batch == micro_batch:
                 return start
         return NEVER
 
 
-Went = Mapping[int, tuple[Tensor, Frame]]
+SentFrames = Mapping[int, tuple[Tensor, Frame]]
 Numbers = Mapping[Layer | None, int]
 
 
-class Left(NamedTuple):
+class Evicted(NamedTuple):
     """A storage that was given to the packer, and the number of the layer that reads it first."""
 
     layer: int
@@ -116,7 +116,7 @@ class SavedRun:
         self._keys: deque[object] = deque()
         self._wires: dict[object, WireFrame] = {}
         self.waiting: dict[object, weakref.ref[SavedStorage]] = {}
-        self.left: list[Left] = []
+        self.left: list[Evicted] = []
         self.reading = -1
         self.lock = threading.Lock()  # what the memory thread decides, and the end of it all
         self.closed = False
@@ -126,9 +126,9 @@ class SavedRun:
         self._keys.append(storage.key)
         self.waiting[storage.key] = weakref.ref(storage)
 
-    def close(self, went: Went) -> None:
-        """The forward is over; frames were made of the tensors that went out."""
-        frames = [WireFrame.of(item, frame) for item, frame in went.values()]
+    def close(self, sent: SentFrames) -> None:
+        """The forward is over; frames were made of the tensors that sent out."""
+        frames = [WireFrame.of(item, frame) for item, frame in sent.values()]
         for storage in self.alive() if frames else ():
             wire = next((frame for frame in frames if frame.covers(storage)), None)
             if wire is not None:
@@ -136,13 +136,13 @@ class SavedRun:
                 self._wires[storage.key] = wire
         self.closed = True
 
-    def staying(self) -> list[SavedStorage]:
+    def resident(self) -> list[SavedStorage]:
         """Those that have not left and that the graph still holds, in the order of saving."""
         found = [reference() for reference in self.waiting.copy().values()]
         return [storage for storage in found if storage is not None]
 
     def may_leave(self, storage: SavedStorage) -> bool:
-        """Whether nobody needs ``storage`` in memory but the backward.
+        """Return whether nobody needs ``storage`` in memory but the backward.
 
         During the forward only what nothing else holds: nobody can write to it any more, and its memory is
         freed."""
@@ -159,10 +159,10 @@ class SavedRun:
     def leave(self, storage: SavedStorage, layer: int) -> None:
         """Give ``storage``, which ``layer`` reads first, to the packer."""
         del self.waiting[storage.key]
-        if not storage.transition("leaving", only_from="resident"):
+        if not storage.transition("evicting", only_from="resident"):
             return
         wire = self._wires.pop(storage.key, None)
-        bisect.insort(self.left, Left(layer, weakref.ref(storage), storage.key), key=lambda one: one.layer)
+        bisect.insort(self.left, Evicted(layer, weakref.ref(storage), storage.key), key=lambda one: one.layer)
         self.packer.queue(storage, wire=wire, compress=self._compressor.compress)
 
     def forget_read(self) -> None:
@@ -173,7 +173,7 @@ class SavedRun:
     def alive(self) -> list[SavedStorage]:
         """The storages that the graph still holds, in the order of a backward."""
         found = [one.storage() for one in reversed(list(self.left))]
-        return [*reversed(self.staying()), *(storage for storage in found if storage is not None)]
+        return [*reversed(self.resident()), *(storage for storage in found if storage is not None)]
 
     def drop(self) -> None:
         """Forget everything: after the backward, or when the step failed."""
@@ -190,7 +190,7 @@ class SavedRun:
 WAKES = 4 << 20  # bytes that a forward saves until the thread looks again
 BEHIND = 64 << 20  # bytes that may wait to be packed until the training thread waits too
 SOON = 1  # layers: what is read within so many comes whether it has room or not
-Far = tuple[int, SavedRun, SavedStorage, int]
+Candidate = tuple[int, SavedRun, SavedStorage, int]
 NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
@@ -207,7 +207,7 @@ class MemoryThread:
         tiers: Tiers | None = None,
     ) -> None:
         self.tiers = tiers or Tiers()
-        self._prefetch = NEAR if options.prefetch_layers is None else options.prefetch_layers
+        self._prefetch = PREFETCH_LAYERS if options.prefetch_layers is None else options.prefetch_layers
         self._writeout = self._prefetch if options.writeout_layers is None else options.writeout_layers
         self._num_layers = num_layers
         self._worker = Worker("penstock-memory-thread", depth=2)
@@ -249,7 +249,7 @@ class MemoryThread:
         """The forward of ``run`` has come to its layer number ``layer``."""
         self._now = self._timeline.position(self._start, run.stage, layer, reads=False)
         if self._is_full():
-            self._hold_up()
+            self._wait_for_room()
         elif self._saved - self._seen >= WAKES:
             self._wake()
 
@@ -258,7 +258,7 @@ class MemoryThread:
         run.reading = layer
         self._now = self._timeline.position(self._start, run.stage, layer, reads=True)
         if self._is_full():
-            self._hold_up()
+            self._wait_for_room()
         elif run.left:
             self._wake()
 
@@ -285,10 +285,10 @@ class MemoryThread:
         self._worker.close()
 
     def _is_full(self) -> bool:
-        """Whether the device may have no room for what the next layer saves or reads."""
+        """Return whether the device may have no room for what the next layer saves or reads."""
         return not self.tiers.device.fits(self._largest)
 
-    def _hold_up(self) -> None:
+    def _wait_for_room(self) -> None:
         """Wait while the device is full, and some of it is on its way out."""
         began, leaving = time.perf_counter(), self.tiers.leaving
         while self._is_full():
@@ -333,28 +333,30 @@ class MemoryThread:
 
     def _leave(self, timeline: Timeline, now: int) -> int:
         """Let leave what is far from being read; returns the bytes of what found no room in the queue."""
-        too_much, behind = self.tiers.too_much, 0
-        if too_much is not None and too_much <= 0:
+        excess, behind = self.tiers.excess, 0
+        if excess is not None and excess <= 0:
             return 0
-        far = [one for run in list(self._runs.values()) for one in self._far(run, timeline, now)]
-        far.sort(key=lambda one: -one[0])
-        for _, run, storage, layer in far:
-            if too_much is not None and too_much <= 0:
+        candidates = [
+            one for run in list(self._runs.values()) for one in self._candidates(run, timeline, now)
+        ]
+        candidates.sort(key=lambda one: -one[0])
+        for _, run, storage, layer in candidates:
+            if excess is not None and excess <= 0:
                 break
             if run.packer.packing.has_room:
                 with run.lock:
                     run.leave(storage, layer)
             else:
                 behind += storage.num_bytes
-            too_much = None if too_much is None else too_much - storage.num_bytes
+            excess = None if excess is None else excess - storage.num_bytes
         return behind
 
-    def _far(self, run: SavedRun, timeline: Timeline, now: int) -> list[Far]:
-        """What of ``run`` may leave, with the layers until it is read and that which reads it."""
+    def _candidates(self, run: SavedRun, timeline: Timeline, now: int) -> list[Candidate]:
+        """List what of ``run`` may leave, with the layers until it is read and that which reads it."""
         starts = timeline.next_reading(run.stage, run.micro_batch, now)
-        found: list[Far] = []
+        found: list[Candidate] = []
         with run.lock:
-            for storage in run.staying():
+            for storage in run.resident():
                 layer = run.first_read(storage)
                 read = starts if starts == NEVER else timeline.position(starts, run.stage, layer, reads=True)
                 if read - now > self._writeout and run.may_leave(storage):
@@ -381,8 +383,8 @@ class MemoryThread:
                     if away > self._prefetch or not has_room:
                         run.packer.bring(batch)
                         return
-                    storage.transition("resident", only_from="leaving")
-                    if storage.transition("coming", only_from="away"):
+                    storage.transition("resident", only_from="evicting")
+                    if storage.transition("loading", only_from="offloaded"):
                         coming += storage.num_bytes
                         batch.append(left.storage)
             run.packer.bring(batch)

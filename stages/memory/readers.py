@@ -1,4 +1,4 @@
-"""Which layers of a stage read which of its parameters, and which parameters only they read.
+"""Layers of a stage by the parameters that they read, and that only they read.
 
 Only such a parameter may be away while none of these layers runs. What else may look at one keeps it near: a
 layer of another stage, the outputs of the model, a layer that returns the parameter itself."""
@@ -32,7 +32,7 @@ def readers_of(
     return {name: [p for p in some if id(p) in own and id(p) not in near] for name, some in found.items()}
 
 
-def but_staying(readers: Mapping[str, list[Parameter]], num_bytes: int) -> dict[str, list[Parameter]]:
+def without_resident(readers: Mapping[str, list[Parameter]], num_bytes: int) -> dict[str, list[Parameter]]:
     """The same without parameters that stay: those of whole layers, the smallest first, while they fit.
 
     Many small ones cost more to move than few large ones of as many bytes."""
@@ -54,7 +54,7 @@ def but_staying(readers: Mapping[str, list[Parameter]], num_bytes: int) -> dict[
 def _reads(
     traced: Traced, layers: Sequence[Layer], parts: Parts, record: Probe, near: set[int]
 ) -> dict[str, list[Parameter]]:
-    """What the layers read; ``near`` grows by what others look at."""
+    """Return what the layers read; ``resident`` grows by what others look at."""
     here = {layer.node for layer in layers}
     read: dict[fx.Node, list[Parameter]] = {layer.node: directly_read(layer, parts) for layer in layers}
     number_of = {layer.node: n for n, layer in enumerate(traced.layers)}

@@ -1,4 +1,4 @@
-"""What a stage's forward saved is not kept at all: the forward runs again ahead of the backward.
+"""Recomputation: what a forward saved is dropped, and the forward runs once more before its backward.
 
 The graph of the first run stays, and with it every edge, hook and order of summation; only the tensors that
 it saved are forgotten. The second run saves the same ones in the same order, so their number tells which is
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import StageError
-from .activations import KeepOnDevice, RunAgain
+from .activations import KeepOnDevice, Recompute
 from .saved_storage import refuse_written
 from .saved_tensor_hooks import ParameterFilter
 
@@ -26,7 +26,7 @@ Look = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 class RecomputedActivations(KeepOnDevice):
-    """What the micro-batches of one stage save, made again when their backwards come.
+    """Saved tensors of the micro-batches of one stage, recomputed when their backwards come.
 
     Args:    parameters: tells the stage's parameters and buffers, which pass through untouched.
              buffers: those of the stage, which layers may write to."""
@@ -38,18 +38,18 @@ class RecomputedActivations(KeepOnDevice):
 
     @contextlib.contextmanager
     def forward(
-        self, micro_batch: int, keep: Iterable[Tensor] = (), run_again: RunAgain | None = None
+        self, micro_batch: int, keep: Iterable[Tensor] = (), recompute: Recompute | None = None
     ) -> Iterator[None]:
         """The block in which the layers of ``micro_batch`` run for the first time."""
-        assert run_again is not None, "what is not kept is made again"
+        assert recompute is not None, "what is not kept is made again"
         run = self._runs[micro_batch] = _Run(self._filter.also(keep), self._buffers)
         with torch.autograd.graph.saved_tensors_hooks(run.leave, operator.call):
             yield
-        run.end(run_again)
+        run.end(recompute)
 
     def ready(self, micro_batch: int) -> None:
         """Run the forward of ``micro_batch`` again, and keep what it saves."""
-        self._runs[micro_batch].again()
+        self._runs[micro_batch].recompute()
 
     def drop(self, micro_batch: int) -> None:
         """Forget everything of ``micro_batch``."""
@@ -74,14 +74,14 @@ class _Run:
         self._looks.append(_look(tensor))
         return functools.partial(self._give, len(self._looks) - 1)
 
-    def end(self, forward: RunAgain) -> None:
+    def end(self, forward: Recompute) -> None:
         """The first run is over: keep as they were only the buffers that it wrote to.
 
         Torch counts not all writes."""
         self.forward, self._parameters = forward, self._parameters.also(forward.tied)
         self._before = [(b, was) for b, was in self._before if not _same(b, was)]
 
-    def again(self) -> None:
+    def recompute(self) -> None:
         """The second run, with buffers as they were ahead of the first, and left as they are now.
 
         Raises: StageError: it did not save what the first did, or wrote to what it had saved."""
@@ -115,7 +115,7 @@ class _Run:
 
     def _give(self, number: int) -> Tensor:
         if not self._made:
-            self.again()  # somebody asks ahead of the backward
+            self.recompute()  # somebody asks ahead of the backward
         return self._made[number][0]
 
 

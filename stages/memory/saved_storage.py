@@ -23,7 +23,7 @@ from .copy_stream import CopyStream
 
 
 class Bytes(NamedTuple):
-    """Where the bytes of a saved storage lie: byte 0 is at ``origin`` in ``storage`` (may be negative)."""
+    """Bytes of a saved storage: byte 0 is at ``origin`` in ``storage`` (may be negative)."""
 
     storage: torch.UntypedStorage
     origin: int
@@ -69,7 +69,7 @@ def view_of(tensor: Tensor, layer: Layer | None = None) -> TensorView:
 
 
 def is_elements(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is nothing but elements in memory, as they stand there, on a device that we know."""
+    """Return whether ``tensor`` is nothing but elements in memory, on a device that we know."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type in KINDS
@@ -111,12 +111,12 @@ def bytes_around(start: int, tensor: Tensor) -> Bytes:
     return Bytes(storage, tensor.data_ptr() - storage.data_ptr() - start)
 
 
-StorageState = Literal["resident", "leaving", "away", "coming", "dropped"]
+StorageState = Literal["resident", "evicting", "offloaded", "loading", "dropped"]
 TRANSITIONS: dict[StorageState, tuple[StorageState, ...]] = {
-    "resident": ("leaving", "away", "dropped"),
-    "leaving": ("resident", "away", "dropped"),
-    "away": ("coming", "dropped"),
-    "coming": ("resident", "dropped"),
+    "resident": ("evicting", "offloaded", "dropped"),
+    "evicting": ("resident", "offloaded", "dropped"),
+    "offloaded": ("loading", "dropped"),
+    "loading": ("resident", "dropped"),
     "dropped": (),
 }
 
@@ -143,11 +143,11 @@ class WriteCounter:
 
     @property
     def changed(self) -> bool:
-        """Whether the tensor, or another that shares its count, was written to since."""
+        """Return whether the tensor, or another that shares its count, was written to since."""
         return self._probe._version != self._version
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` shares this count and saw no write since: one more is made and taken back."""
+        """Return whether ``tensor`` shares this count and saw no write: one more is made and undone."""
         if self.changed or tensor._version != self._version:
             return False
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
@@ -168,21 +168,21 @@ class WriteCounter:
 class SavedStorage:
     """The bytes of one storage, and the saved tensors that view it; it lives as long as the graph.
 
-                     offload                       stored
-        +-----------------------> leaving -----------------------+
-        |                            |                           v
-     resident <------ kept ----------+                         away
-      ^   |                                                     ^ |
-      |   +-------- every view was read, store has it ----------+ | fetch, or a read
-      |                                                           v
-      +---------------------- brought back -------------------- coming
+                     offload                        stored
+        +-----------------------> evicting -----------------------+
+        |                             |                           v
+     resident <------ kept -----------+                       offloaded
+      ^   |                                                      ^ |
+      |   +-------- every view was read, store has it -----------+ | fetch, or a read
+      |                                                            v
+      +---------------------- brought back --------------------- loading
 
      each of them ---- drop ----> dropped, for good
 
-    resident  the bytes are in memory, and in the store too if they were there before
-    leaving   queued for the packer, or on the way; the bytes are still in memory, and may be read
-    away      only the store has the bytes
-    coming    wanted back: the I/O thread or the backward brings them, whoever comes first
+    resident   the bytes are in memory, and in the store too if they were there before
+    evicting   queued for the packer, or on the way; the bytes are still in memory, and may be read
+    offloaded  only the store has the bytes
+    loading    wanted back: the I/O thread or the backward brings them, whoever comes first
 
     All changes go through ``transition``, under the lock of the storage: the training thread, the packing
     thread, the I/O thread and autograd's threads share it.
@@ -225,20 +225,20 @@ class SavedStorage:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing but the graph holds the memory: no tensor, no view, no NumPy array."""
+        """Return whether nothing but the graph holds the memory: no tensor, no view, no NumPy array."""
         found = self._bytes
         if found is None or not found.storage.resizable():  # somebody else's memory
             return False
         return torch._C._storage_Use_Count(found.storage._cdata) == 1
 
     def same_memory(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``storage``, which is this one, has the memory that it had then: it may be resized."""
+        """Return whether ``storage``, this one, has the memory that it had: it may be resized."""
         return storage.nbytes() == self.num_bytes and storage.data_ptr() == self._pointer
 
     def flat(self) -> Tensor | None:
         """Return the whole storage as one row of elements; None if it is not to leave or got other memory."""
         found = self._bytes
-        if self.state != "leaving" or found is None or not self.same_memory(found.storage):
+        if self.state != "evicting" or found is None or not self.same_memory(found.storage):
             return None
         dtype = torch.uint8 if self.num_bytes % self.dtype.itemsize else self.dtype
         return row_view(self.num_bytes // dtype.itemsize, dtype).over(found)
@@ -257,25 +257,25 @@ class SavedStorage:
                     "and drop a micro-batch once each"
                 )
             before, self.state = self.state, state
-            if state in ("away", "dropped"):
+            if state in ("offloaded", "dropped"):
                 self._has(None)
-            self._tiers.leaving.add(self.num_bytes * ((state == "leaving") - (before == "leaving")))
+            self._tiers.leaving.add(self.num_bytes * ((state == "evicting") - (before == "evicting")))
             return True
 
     def stored(self, restore: Callable[[], Bytes]) -> bool:
-        """The store has its frame: leaving -> away; if it was wanted meanwhile, it stays resident.
+        """The store has its frame: evicting -> offloaded; if it was wanted meanwhile, it stays resident.
 
         Args:    restore: brings the bytes back.
         Returns: whether the frame is of use; not if the storage was dropped meanwhile."""
         with self._lock:
-            self.transition("away", only_from="leaving")
+            self.transition("offloaded", only_from="evicting")
             self._restore = restore
             return self.state != "dropped"
 
     def bring(self, *, fetched_only: bool = False) -> None:
         """Have the bytes in memory; ``fetched_only``: not if it was read and let go since ``fetch``."""
         with self._lock:
-            if self.state == "coming" or not fetched_only:
+            if self.state == "loading" or not fetched_only:
                 self._bring()
 
     def read(self, number: int) -> Tensor:
@@ -297,7 +297,7 @@ class SavedStorage:
             self._was_read(number)
 
     def __del__(self) -> None:  # with its graph, whoever lets go of that
-        self._tiers.leaving.add(-self.num_bytes * (self.state == "leaving"))
+        self._tiers.leaving.add(-self.num_bytes * (self.state == "evicting"))
         self._has(None)
 
     def _has(self, found: Bytes | None) -> None:
@@ -310,15 +310,15 @@ class SavedStorage:
         if not self._unread:  # the next pass over the same graph reads all of them again
             self._unread = set(range(len(self.views))) - self._given_up
             if self._restore is not None:
-                self.transition("away", only_from="resident")
+                self.transition("offloaded", only_from="resident")
 
     def _bring(self) -> Bytes:
         if self.state == "dropped":
             raise StageError("a micro-batch has one backward, its saved tensors were dropped after it")
         found = self._bytes
         if found is None:
-            self.transition("coming", only_from="away")
-            assert self._restore is not None, "what is away was stored"
+            self.transition("loading", only_from="offloaded")
+            assert self._restore is not None, "what is offloaded was stored"
             found = self._still_there() or self._restore()
             self._has(found)
             self._last = StorageWeakRef(found.storage), found.origin

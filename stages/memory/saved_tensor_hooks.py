@@ -36,11 +36,11 @@ _PASSED_ON = frozenset(
 )  # fmt: skip
 
 
-class OffloadedParameters(Protocol):
+class ParameterNotes(Protocol):
     """Parameters of a mirror, of which autograd keeps a note while they come and go."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is one of those that are in memory, or a part of one."""
+        """Return whether ``tensor`` is one of those that are in memory, or a part of one."""
         ...
 
     def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -51,7 +51,7 @@ class OffloadedParameters(Protocol):
 class ParameterFilter:
     """Tells parameters, buffers and their casts from what the forward makes; in doubt it is a parameter."""
 
-    def __init__(self, keep: Iterable[Tensor], offloaded: OffloadedParameters | None = None) -> None:
+    def __init__(self, keep: Iterable[Tensor], offloaded: ParameterNotes | None = None) -> None:
         """``keep``: tensors that pass through, with everything in their memory and frozen ones' casts."""
         known = [tensor for tensor in keep if tensor.layout is torch.strided]
         found = [StorageWeakRef(tensor.untyped_storage()) for tensor in known]
@@ -67,7 +67,7 @@ class ParameterFilter:
         return more
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is one of them."""
+        """Return whether ``tensor`` is one of them."""
         if self._offloaded is not None and self._offloaded.holds(tensor):
             return True
         base = tensor if tensor._base is None else tensor._base
@@ -80,7 +80,7 @@ class ParameterFilter:
         return _comes_from_leaf(tensor)
 
     def untouched(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What autograd keeps in the place of a tensor that passes through: the call that gives it back."""
+        """Return what autograd keeps for a tensor that passes through: the call that gives it back."""
         if self._offloaded is not None and self._offloaded.holds(tensor):
             if not (tensor.is_conj() or tensor.is_neg()):
                 return self._offloaded.saved(tensor)
@@ -88,7 +88,7 @@ class ParameterFilter:
 
 
 def _comes_from_leaf(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a cast or view of a leaf: autocast saves its own copies of the weights."""
+    """Return whether ``tensor`` is a cast or view of a leaf: autocast saves its own copies of the weights."""
     function = tensor.grad_fn
     while function is not None and function.name() in _PASSED_ON:
         function = function.next_functions[0][0]
@@ -96,7 +96,7 @@ def _comes_from_leaf(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but a part of its storage, on a device that we pack on."""
+    """Return whether a tensor is nothing but a part of its storage, on a device that we pack on."""
     return (
         type(tensor) is Tensor
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
@@ -157,7 +157,7 @@ class SavedTensorHooks:
 
 
 class SavedRead:
-    """What autograd keeps in the place of a tensor that may leave: the call that gives it back."""
+    """Callable that autograd keeps for a tensor that may leave, and that gives it back."""
 
     __slots__ = ("_number", "_read", "_storage", "_writes")
 

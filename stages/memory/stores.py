@@ -1,4 +1,4 @@
-"""Where frames stay between a forward and its backward: the tiers ``packed``, ``host`` and ``disk``.
+"""Stores of frames between a forward and its backward: the tiers ``packed``, ``host`` and ``disk``.
 
 A pipeline and ``penstock.offload`` speak to every tier by the methods of ``Store``, which leaves frames
 where they are. On a CPU host memory is where the tensors are, so frames stay; those made on a GPU are copied
@@ -27,7 +27,7 @@ from .disk import Disk, DiskOptions, SwapEntry
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """What a store is opened with; a store takes what concerns it.
+    """Options that a store is opened with; a store takes what concerns it.
 
     ``path``: the folder of a tier that keeps files. ``budget``: the most bytes of frames; None: no limit.
     ``disk``: the room on disk that all stores of a rank share; ``tiers``: what counts the bytes of a rank;
@@ -54,7 +54,7 @@ class Store:
         self._budget, self._frames = options.budget, dict[Hashable, Frame]()
         self._num_bytes: dict[Hashable, int] = {}  # of what was put or admitted
         self.tiers = options.tiers or Tiers()
-        self._gauge = self.tiers.named(self.tier)
+        self._counter = self.tiers.named(self.tier)
 
     @property
     def num_bytes(self) -> int:
@@ -63,19 +63,20 @@ class Store:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there may be no room."""
-        return any(gauge.limit is not None for gauge in (self._gauge, *self._gauge.wider))
+        """Return whether there may be no room."""
+        return any(counter.limit is not None for counter in (self._counter, *self._counter.wider))
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so many bytes more keep to all limits; alone a store takes what the device has no room for,
-        as a frame takes less than what it is made of."""
-        return all(gauge.fits(num_bytes) for gauge in (self._gauge, *self._gauge.wider))
+        """Return whether so many bytes more keep to all limits.
+
+        Alone a store takes what the device has no room for, as a frame takes less than its tensor."""
+        return all(counter.fits(num_bytes) for counter in (self._counter, *self._counter.wider))
 
     def pool(self) -> Pool | None:
-        """Where frames for this store are packed best; None: anywhere."""
+        """Return the pool that frames for this store are packed best in; None: any."""
 
-    def takes_away(self, device: torch.device) -> bool:
-        """Whether frames made on ``device`` leave it, so that even one that did not shrink is worth it."""
+    def offloads_from(self, device: torch.device) -> bool:
+        """Return whether frames made on ``device`` leave it, so that one that did not shrink is worth it."""
         return False
 
     def admit(self, key: Hashable, num_bytes: int) -> bool:
@@ -83,7 +84,7 @@ class Store:
 
         A frame may wait for the store, and those that wait count too."""
         fits = self._budget is None or self.num_bytes + num_bytes <= self._budget
-        fits = fits and self._gauge.fits(num_bytes)
+        fits = fits and self._counter.fits(num_bytes)
         if fits:
             self._count(key, num_bytes)
         return fits
@@ -116,7 +117,7 @@ class Store:
         before = self._num_bytes.pop(key, 0)
         if num_bytes is not None:
             self._num_bytes[key] = num_bytes
-        self._gauge.add((num_bytes or 0) - before)
+        self._counter.add((num_bytes or 0) - before)
 
 
 class UnpooledBuffers(Pool):
@@ -164,7 +165,7 @@ class HostStore(Store):
         self._devices: dict[Hashable, torch.device] = {}
         self._back: dict[Hashable, Frame] = {}
 
-    def takes_away(self, device: torch.device) -> bool:
+    def offloads_from(self, device: torch.device) -> bool:
         """From a GPU."""
         return is_gpu(device)
 
@@ -216,7 +217,7 @@ class DiskStore(Store):
         """Buffers that begin at a page, of which few wait for the next frame."""
         return self.disk.buffers
 
-    def takes_away(self, device: torch.device) -> bool:
+    def offloads_from(self, device: torch.device) -> bool:
         """From everywhere, while there is room."""
         return self.disk.takes
 
@@ -258,7 +259,7 @@ class DiskStore(Store):
             self.disk.forget(found)
 
 
-class Cascade(Store):
+class FallbackStore(Store):
     """``stores`` in the order in which they are asked."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
@@ -276,9 +277,9 @@ class Cascade(Store):
         """Buffers that suit the last one, the slowest."""
         return self.stores[-1].pool()
 
-    def takes_away(self, device: torch.device) -> bool:
-        """Whether any of them does."""
-        return any(store.takes_away(device) for store in self.stores)
+    def offloads_from(self, device: torch.device) -> bool:
+        """Return whether any of them does."""
+        return any(store.offloads_from(device) for store in self.stores)
 
     def admit(self, key: Hashable, num_bytes: int) -> bool:
         """Set room aside in the first that has some."""
@@ -286,7 +287,7 @@ class Cascade(Store):
 
     def admit_dense(self, key: Hashable, num_bytes: int, device: torch.device) -> bool:
         """Set room aside in the first that has some and takes frames away from ``device``."""
-        return self._admit([store for store in self.stores if store.takes_away(device)], key, num_bytes)
+        return self._admit([store for store in self.stores if store.offloads_from(device)], key, num_bytes)
 
     def _admit(self, stores: Sequence[Store], key: Hashable, num_bytes: int) -> bool:
         for store in stores:
@@ -325,5 +326,5 @@ def open_store(tier: str, options: StoreOptions = UNLIMITED) -> Store:
         raise ConfigError(f"tier is one of {', '.join(STORES)}, found {tier!r}; choose one of these")
     store = STORES[tier](options)
     if tier != "disk" and options.disk is not None and store.is_limited:
-        return Cascade([store, DiskStore(options)])
+        return FallbackStore([store, DiskStore(options)])
     return store

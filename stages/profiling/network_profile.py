@@ -13,7 +13,7 @@ from typing import Any
 
 from ...compression.errors import PlanError
 from ..files import save_json
-from ..memory.byte_budget import NEAR
+from ..memory.byte_budget import PREFETCH_LAYERS
 from ..plan.memory_model import NEIGHBOURS
 from ..record import IN_PROCESS, json_fields, load_json, read, reduced
 from ..tracing.capture.signature import Signature
@@ -88,7 +88,10 @@ def sizes_of(layers: Sequence[LayerProfile]) -> dict[str, int]:
     ]
     sums = dict(zip(("parameters", "saved", "packed"), map(sum, zip(*sizes, strict=True)), strict=True))
     parameters, saved = ([size[n] for size in sizes] for n in (0, 1))
-    most = {"near": _most(saved, NEAR + 1), "neighbours": _most([p for p in parameters if p], NEIGHBOURS)}
+    most = {
+        "near": _most(saved, PREFETCH_LAYERS + 1),
+        "neighbours": _most([p for p in parameters if p], NEIGHBOURS),
+    }
     return sums | most | {"largest": max(parameters)}
 
 

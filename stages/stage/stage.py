@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ...compression.errors import StageError
 from ..device import Device
 from ..memory.activations import KeepOnDevice, SavedActivations
-from ..memory.parameter_offload import Mirror
+from ..memory.parameter_offload import OffloadedParameters
 from ..memory.prefetch import MemoryThread
 from ..memory.recompute import RecomputedActivations
 from ..memory.saved_storage import copied
@@ -152,7 +152,7 @@ class Stage:
         weights: WeightVersions | None = None,
         weights_first: bool = False,
         recompute: bool = False,
-        mirror: Mirror | None = None,
+        mirror: OffloadedParameters | None = None,
         device: Device | None = None,
         guard: Guard | None = None,
     ) -> None:

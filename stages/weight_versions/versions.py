@@ -87,7 +87,7 @@ class Version:
         if not self._own(tensor):
             return
         frame = encode(_flat(tensor), FOR_SAVED)
-        if frame.numel() < tensor.untyped_storage().nbytes() or store.takes_away(tensor.device):
+        if frame.numel() < tensor.untyped_storage().nbytes() or store.offloads_from(tensor.device):
             self._frames[place] = object(), frame.numel()
             store.put(self._frames[place][0], Frame(frame, frame.numel(), self._fresh))
 

@@ -13,8 +13,7 @@ from penstock.compression.errors import CodecError
 from penstock.compression.exponent import Exponent, layout, plan_section
 from penstock.compression.geometry import Words
 from penstock.compression.kernels import jit
-from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES, PLANS
-from penstock.compression.kernels.jit import ExponentKernels
+from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES, PLANS, kernel_name
 from penstock.compression.raw import Packed
 from penstock.compression.zero_value import STREAM_BYTES
 
@@ -24,13 +23,13 @@ KINDS = ("normal", "wide", "any bits", "constant", "zeros", "special", "half zer
 
 
 @pytest.fixture(params=jit.host_isas(), scope="module")
-def kernels(request: pytest.FixtureRequest) -> ExponentKernels:
-    return jit.exponent_kernels(request.param)
+def kernels(request: pytest.FixtureRequest) -> jit.Kernels:
+    return jit.kernels("exponent", request.param)
 
 
 @pytest.fixture(scope="module")
-def codec(kernels: ExponentKernels) -> Exponent:
-    return Exponent(kernels)
+def codec(kernels: jit.Kernels) -> Exponent:
+    return Exponent(kernels.isa)
 
 
 def floats(num_words: int, bits: int, kind: str, seed: int = 0) -> np.ndarray:
@@ -64,25 +63,27 @@ def plan_of(words: np.ndarray, plan: tuple[int, ...], rarest: bool = False) -> b
     return section
 
 
-def pack_words(kernels: ExponentKernels, words: np.ndarray, section: bytes, *, stream: bool) -> np.ndarray:
+def pack_words(kernels: jit.Kernels, words: np.ndarray, section: bytes, *, stream: bool) -> np.ndarray:
     """The payload of whole groups by a kernel alone, with room to the byte in front of an unreadable page."""
     bits, plan = 8 * words.itemsize, tuple(section[:3])
     parts, twin = layout(len(words), bits, plan[0]), encode(words, section)
     room = guarded(-(-(parts.tail + BLOCK_TAIL_BYTES * -(-len(words) // BLOCK)) // 64) * 64).numpy()
     room[:64] = np.frombuffer(section, np.uint8)
     sections = (at(room) + place for place in (16, 64, parts.remainders, parts.offsets, parts.tail))
-    end = kernels.pack[bits, plan, stream](at(words), len(words) // 64, *sections, 0, len(twin))
+    end = kernels.call[kernel_name("pack", bits, plan, stream=stream)](
+        at(words), len(words) // 64, *sections, 0, len(twin)
+    )
     assert end == len(twin) - parts.tail
     return room[: len(twin)]
 
 
-def unpack_words(kernels: ExponentKernels, payload: np.ndarray, num_words: int, bits: int, *, stream: bool):
+def unpack_words(kernels: jit.Kernels, payload: np.ndarray, num_words: int, bits: int, *, stream: bool):
     """Undo ``pack_words``: the words, in front of an unreadable page."""
     plan, back = tuple(payload[:3].tolist()), guarded(num_words * bits // 8).numpy()
     parts = layout(num_words, bits, plan[0])
     sections = [at(payload) + place for place in (64, parts.remainders, parts.offsets, parts.tail)]
     count = len(payload) - parts.tail
-    kernel = kernels.unpack[bits, plan, stream]
+    kernel = kernels.call[kernel_name("unpack", bits, plan, stream=stream)]
     assert kernel(*sections, 0, count, num_words // 64, at(payload) + 16, at(back)) == count
     return back.view(f"u{bits // 8}")
 
@@ -99,7 +100,7 @@ def of_every_kind(law):
     kind=st.sampled_from(KINDS), num_groups=st.integers(1, 140), seed=st.integers(0, 99), rarest=st.booleans()
 )
 def test_kernels_write_what_their_twin_writes_and_read_it(
-    kernels: ExponentKernels, kind: str, num_groups: int, seed: int, rarest: bool
+    kernels: jit.Kernels, kind: str, num_groups: int, seed: int, rarest: bool
 ) -> None:
     """Escapes few or all over, in cache or past it, last block whole or not."""
     for place, (bits, plan) in enumerate((bits, plan) for bits in DTYPES for plan in PLANS):
@@ -111,7 +112,7 @@ def test_kernels_write_what_their_twin_writes_and_read_it(
 
 
 @pytest.mark.parametrize("bits", DTYPES)
-def test_blocks_are_packed_and_unpacked_alone(kernels: ExponentKernels, bits: int) -> None:
+def test_blocks_are_packed_and_unpacked_alone(kernels: jit.Kernels, bits: int) -> None:
     """Block 2 of 4, as a second thread would do it."""
     words = floats(4 * BLOCK, bits, "normal")
     payload, parts = memory(encode(words, plan_of(words, PLANS[1]))), layout(len(words), bits, 2)
@@ -119,16 +120,22 @@ def test_blocks_are_packed_and_unpacked_alone(kernels: ExponentKernels, bits: in
     codes = at(payload) + 64 + 2 * 64 * parts.codes_per_group
     remainders = at(payload) + parts.remainders + 2 * 64 * parts.remainders_per_group
     sections = (codes, remainders, at(payload) + parts.offsets + 16, at(payload) + parts.tail)
-    kernel, back = kernels.unpack[bits, PLANS[1], False], guarded(BLOCK * bits // 8).numpy()
+    kernel, back = (
+        kernels.call[kernel_name("unpack", bits, PLANS[1], stream=False)],
+        guarded(BLOCK * bits // 8).numpy(),
+    )
     end = kernel(*sections, int(ends[1]), len(payload) - parts.tail, 64, at(payload) + 16, at(back))
     assert end == ends[2]
     np.testing.assert_array_equal(back.view(words.dtype), words[2 * BLOCK : 3 * BLOCK])
 
 
-def test_pack_gives_up_at_its_limit(kernels: ExponentKernels) -> None:
+def test_pack_gives_up_at_its_limit(kernels: jit.Kernels) -> None:
     words = memory(floats(3 * BLOCK, 16, "any bits"))
     room, ends = guarded(64 * 1024).numpy(), np.zeros(3, np.uint64)
-    kernel, plan = kernels.pack[16, PLANS[1], False], np.frombuffer(plan_of(words, PLANS[1]), np.uint8)
+    kernel, plan = (
+        kernels.call[kernel_name("pack", 16, PLANS[1], stream=False)],
+        np.frombuffer(plan_of(words, PLANS[1]), np.uint8),
+    )
     sections = (at(plan[16:]), at(room), at(room[16384:]), at(ends), at(room[32768:]))
     assert kernel(at(words), 192, *sections, 0, 1 << 20) == ends[2]
     assert kernel(at(words), 192, *sections, 0, int(ends[1])) == ends[2]
@@ -136,10 +143,10 @@ def test_pack_gives_up_at_its_limit(kernels: ExponentKernels) -> None:
 
 
 @pytest.mark.parametrize("bits", DTYPES)
-def test_count_is_that_of_its_runs(kernels: ExponentKernels, bits: int) -> None:
+def test_count_is_that_of_its_runs(kernels: jit.Kernels, bits: int) -> None:
     words = memory(floats(1001, bits, "wide"))
     counts, expected = np.zeros((2, 256), np.int64)
-    kernels.count[bits](at(words), len(words) - 63, 20, at(counts))
+    kernels.call[f"count{bits}"](at(words), len(words) - 63, 20, at(counts))
     for run in range(20):
         place = (run * 0x9E3779B97F4A7C15 % (1 << 64)) * (len(words) - 63) >> 64
         expected += np.bincount(words[place : place + 64] >> (bits - 9) & 255, minlength=256)
@@ -148,10 +155,10 @@ def test_count_is_that_of_its_runs(kernels: ExponentKernels, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", DTYPES)
 @pytest.mark.parametrize("kind", ["normal", "wide", "special"])
-def test_damage_is_never_followed(kernels: ExponentKernels, bits: int, kind: str) -> None:
+def test_damage_is_never_followed(kernels: jit.Kernels, bits: int, kind: str) -> None:
     """Any byte of the payload, and its length: CodecError or words, and no page beyond is touched."""
     rng, num_words = np.random.default_rng(bits), 2 * BLOCK + 1000
-    words, codec = floats(num_words, bits, kind), Exponent(kernels)
+    words, codec = floats(num_words, bits, kind), Exponent(kernels.isa)
     room = np.zeros(codec.max_bytes(num_words, bits), np.uint8)
     packed = codec.pack(words_of(words, DTYPES[bits]), at(room))
     assert packed.codec == "exponent"
@@ -174,9 +181,9 @@ def test_damage_is_never_followed(kernels: ExponentKernels, bits: int, kind: str
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_tail_is_as_long_as_its_numbers_say(kernels: ExponentKernels, change: int) -> None:
+def test_a_tail_is_as_long_as_its_numbers_say(kernels: jit.Kernels, change: int) -> None:
     """The last block's tail, cut off by a byte at an unreadable page or with one more; its offset agrees."""
-    codec, words = Exponent(kernels), floats(3000, 16, "wide")
+    codec, words = Exponent(kernels.isa), floats(3000, 16, "wide")
     room = np.zeros(codec.max_bytes(3000, 16), np.uint8)
     length = codec.pack(words_of(words, torch.bfloat16), at(room)).num_bytes
     parts = layout(3000, 16, int(room[0]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.compression.codec import CODECS, decode, decode_received, encode
 from penstock.compression.errors import CodecError
-from penstock.compression.frame import MASKED, Promise, decoded_bytes, frame_bytes, read_header, written_by
+from penstock.compression.frame import MASKED, FrameSpec, decoded_bytes, frame_bytes, read_header, written_by
 from penstock.compression.lossy import LOSSY_CODECS
 from penstock.compression.zero_value import CODECS_WITH_BITMAP
 
@@ -32,7 +32,7 @@ class Sent(NamedTuple):
     """A frame on its way, what its receiver was promised, and the mask that it has."""
 
     frame: bytes
-    promise: Promise
+    promise: FrameSpec
     mask: bytes | None = None
 
 
@@ -62,7 +62,9 @@ def sent() -> list[Sent]:
         header = read_header(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
         back = header.dtype is None or number % 3 == 0
         dtype, strides = header.dtype or torch.float32, None if back else header.strides
-        found.append(Sent(frame, Promise(header.sizes, dtype, strides, written_by(header.codec), none=back)))
+        found.append(
+            Sent(frame, FrameSpec(header.sizes, dtype, strides, written_by(header.codec), none=back))
+        )
     generator = torch.Generator().manual_seed(1)
     for codec in CODECS_WITH_BITMAP:
         for dtype in (torch.bfloat16, torch.float32, torch.complex128):
@@ -70,7 +72,7 @@ def sent() -> list[Sent]:
             mask = encode(value.relu().to(dtype), codec)
             frame = encode(gradient.to(dtype), codec, mask=mask)
             assert read_header(frame).flags == MASKED
-            promise = Promise((2, 600), dtype, None, written_by(codec), masked=True, none=True)
+            promise = FrameSpec((2, 600), dtype, None, written_by(codec), masked=True, none=True)
             found.append(Sent(bytes_of(frame), promise, bytes_of(mask)))
     return found
 
@@ -110,7 +112,7 @@ def test_a_mutated_frame_is_refused_or_what_it_declares(trials: int) -> None:
     assert trials // 50 < num_decoded < trials
 
 
-def is_kept(promise: Promise, back: Tensor | None) -> bool:
+def is_kept(promise: FrameSpec, back: Tensor | None) -> bool:
     if back is None:
         return promise.none
     if back.dtype is torch.bool and back.numel():

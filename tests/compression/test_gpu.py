@@ -18,11 +18,11 @@ from tensors import decoded, laid_out
 from torch import Tensor
 from words import bitmap_of, checksum_of
 
-from penstock.compression import gpu, gpu_launch, gpu_words, gpu_zero_value
 from penstock.compression.codec import CODECS, decode, encode
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import BLOCK, MASKED, frame_bytes, header_bytes, read_header, sections
-from penstock.compression.geometry import Words
+from penstock.compression.geometry import WORDS, Words
+from penstock.compression.gpu import frames, payloads
 from penstock.compression.narrow import Narrow
 from penstock.compression.zero_value import has_bitmap
 
@@ -65,7 +65,7 @@ def test_a_sample_decides_for_raw_as_on_the_cpu(device: str) -> None:
     for dense in ([*range(head), *sample[num_samples // 2 :]], sample, [*range(head), *sample]):
         words = torch.zeros(whole * BLOCK + 99, dtype=torch.uint8)
         words[: whole * BLOCK].view(whole, BLOCK)[dense] = 7
-        frame = gpu.encode(words.to(device)).cpu()
+        frame = frames.encode(words.to(device)).cpu()
         assert torch.equal(frame, encode(words))
         codecs.append(read_header(frame).codec)
     assert codecs == ["zero_value", "zero_value", "raw"]
@@ -91,7 +91,7 @@ def test_what_is_not_yet_carried_out(device: str) -> None:
     parts = torch.view_as_real(source)
     parts[parts.isnan()] = 1  # a negated NaN has other bits on a GPU
     for lazy in (torch.conj, lambda x: x.conj().imag, lambda x: x.conj()[:, :1].expand(30, 9)):
-        frame = gpu.encode(lazy(moved(source, device)), requires_grad=True)
+        frame = frames.encode(lazy(moved(source, device)), requires_grad=True)
         assert torch.equal(frame.cpu(), encode(lazy(source).requires_grad_()))
 
 
@@ -119,24 +119,24 @@ def test_integers_take_the_same_bits(dtype: torch.dtype, sizes: tuple[int, ...],
             expected = torch.zeros(tensor.nbytes, dtype=torch.uint8)
             words = Words(tensor.data_ptr(), size, bits, dtype)
             packed = narrow.pack(words, expected.data_ptr())
-            there = tensor.to(device).view(gpu_launch.empty(0, bits, torch.device("cpu")).dtype)
+            there = tensor.to(device).view(WORDS[bits])
             payload = torch.full((tensor.nbytes,), 85, dtype=torch.uint8, device=device)
-            facts = gpu_words.pack("narrow", there, payload, dtype, None).tolist()
+            facts = payloads.pack("narrow", there, payload, dtype, None).tolist()
             assert facts == [packed.num_bytes, 7 * (packed.codec == "narrow"), 0]
             assert torch.equal(payload[: facts[0]].cpu(), expected[: facts[0]])
             back = torch.full_like(there, 1)
-            assert not gpu_words.unpack(packed.codec, payload[: facts[0]], back, dtype, None).item()
+            assert not payloads.unpack(packed.codec, payload[: facts[0]], back, dtype, None).item()
             assert torch.equal(back, there)
 
 
 def test_a_damaged_head_of_integers_is_refused(device: str) -> None:
     words = (torch.arange(5000) % 9).to(device)
     payload = torch.empty(words.nbytes, dtype=torch.uint8, device=device)
-    num_bytes = int(gpu_words.pack("narrow", words, payload, words.dtype, None)[0])
+    num_bytes = int(payloads.pack("narrow", words, payload, words.dtype, None)[0])
     for place, value in ((0, 0), (0, 5), (0, 64), (3, 1), (7, 255), (16, 1), (63, 128)):
         damaged = payload[:num_bytes].clone()
         damaged[place] = value
-        assert gpu_words.unpack("narrow", damaged, torch.empty_like(words), words.dtype, None).item()
+        assert payloads.unpack("narrow", damaged, torch.empty_like(words), words.dtype, None).item()
 
 
 @pytest.mark.slow
@@ -155,14 +155,14 @@ def test_a_damaged_payload_is_judged_as_on_the_cpu(device: str) -> None:
             end = source.choice([parts.offsets, parts.values, header.payload_bytes])
             damaged[source.randrange(start, start + end)] ^= source.randint(1, 255)
         words = out if device == "cpu" else torch.empty(4203, dtype=torch.int32, device=device)
-        wrong = bool(gpu.unpack_on_device(header, damaged[start:].to(device), words))
+        wrong = bool(frames.unpack_payload(header, damaged[start:].to(device), words))
         refused += wrong
         if not wrong:
             assert torch.equal(decoded(damaged).view(torch.int32), words.cpu())
             continue
-        for read in (decode, gpu.decode)[: 1 if i % 8 else 2]:
+        for read in (decode, frames.decode)[: 1 if i % 8 else 2]:
             with pytest.raises(CodecError, match="it was damaged"):
-                read(damaged.to(device) if read is gpu.decode else damaged)
+                read(damaged.to(device) if read is frames.decode else damaged)
     assert rounds // 3 < refused < rounds
 
 
@@ -176,24 +176,29 @@ def test_bits_and_values_that_nothing_stands_for_are_refused(device: str) -> Non
     padding[4203 // 8 + 1] = 255  # as on the CPU, nobody looks there
     for wrong, expected in ((more, 1), (beyond, 1), (padding, 0)):
         said = header._replace(payload_bytes=len(wrong))
-        assert gpu.unpack_on_device(said, wrong.to(device), out).item() == expected
+        assert frames.unpack_payload(said, wrong.to(device), out).item() == expected
 
 
 def test_a_frame_of_another_length_is_refused(device: str) -> None:
     frame = encode(torch.relu(torch.randn(5000))).to(device)
     for wrong in (frame[:-1], frame[:70], frame[:10], frame[:0], torch.cat([frame, frame])):
         with pytest.raises(CodecError):
-            gpu.decode(wrong)
+            frames.decode(wrong)
     with pytest.raises(CodecError, match="1-D uint8"):
-        gpu.decode(frame.view(1, -1))
+        frames.decode(frame.view(1, -1))
     header, out = read_header(frame.cpu()), torch.empty(4999, dtype=torch.int32, device=device)
     with pytest.raises(CodecError, match="suits its elements"):
-        gpu.unpack_on_device(header._replace(payload_bytes=99), frame[64:163], out)
+        frames.unpack_payload(header._replace(payload_bytes=99), frame[64:163], out)
 
 
 def room_of(tensor: Tensor) -> Tensor:
     """A buffer for the frame of ``tensor``, where that lies."""
     return torch.empty(frame_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device=tensor.device)
+
+
+def pending(tensor: Tensor, buffer: Tensor, mask: Tensor | None = None) -> frames.PendingFrame:
+    words, header = frames.words_of(tensor)
+    return frames.pack_words(words, buffer, header, "zero_value", mask)
 
 
 def bitmap(is_set: Tensor) -> Tensor:
@@ -204,7 +209,7 @@ def bitmap(is_set: Tensor) -> Tensor:
 def test_the_checksum_of_a_bitmap(device: str) -> None:
     for num_words in (0, 1, 64, 65, 512 * 1025 - 3):
         mask = torch.randint(0, 256, (sections(num_words).offsets,), dtype=torch.uint8)
-        found = int(gpu_zero_value.checksum_of(mask.to(device), num_words)) % (1 << 64)
+        found = int(payloads.checksum_of(mask.to(device), num_words)) % (1 << 64)
         assert found == checksum_of(mask.numpy(), num_words)
 
 
@@ -220,53 +225,50 @@ def test_a_mask_that_does_not_fit_is_refused(device: str) -> None:
     activation, gradient = torch.relu(torch.randn(5000)), torch.randn(5000)
     mask, raw, other = (encode(x).to(device) for x in (activation, torch.ones(5000), activation.flip(0)))
     short, there = encode(activation[:4000]).to(device), gradient.to(device)
-    frame = gpu.encode(there, mask=mask)
+    frame = frames.encode(there, mask=mask)
     for wrong in (None, other, raw, short, frame, mask[:-1]):
         with pytest.raises(CodecError):
-            gpu.decode(frame, mask=wrong)
+            frames.decode(frame, mask=wrong)
     for useless in (raw, short, frame):  # has no bitmap for this tensor
-        assert torch.equal(gpu.encode(there, mask=useless).cpu(), encode(gradient))
+        assert torch.equal(frames.encode(there, mask=useless).cpu(), encode(gradient))
     header, out = read_header(frame.cpu()), torch.empty(5000, dtype=torch.int32, device=device)
     more = torch.cat([frame[64:], frame[64:68]])
     said = header._replace(payload_bytes=len(more))
-    assert gpu.unpack_on_device(said, more, out, mask=mask[64 : 64 + 640]).item()
+    assert frames.unpack_payload(said, more, out, mask=mask[64 : 64 + 640]).item()
 
 
 def test_bits_beyond_the_words_select_nothing(device: str) -> None:
     gradient, mask = torch.randn(5000).to(device), bitmap(torch.randn(5000).to(device) > 0)
-    frames = []
+    packed = []
     for _ in range(2):
-        packed = gpu.pack_on_device(gradient, room_of(gradient), mask=mask)
-        frames.append(gpu.finish(packed, gpu.header_of(gradient)))
+        packed.append(pending(gradient, room_of(gradient), mask).finish())
         mask[626] = 255
-    assert torch.equal(*frames)
+    assert torch.equal(*packed)
     with pytest.raises(CodecError, match="a bitmap of 640 bytes"):
-        gpu.pack_on_device(gradient, room_of(gradient), mask=mask[:-64])
+        pending(gradient, room_of(gradient), mask[:-64])
     full = bitmap(torch.ones(5000, device=device) > 0)
-    packed = gpu.pack_on_device(gradient, room_of(gradient), mask=full)
-    assert torch.equal(gpu.finish(packed, gpu.header_of(gradient)).cpu(), encode(gradient.cpu(), "raw"))
+    frame = pending(gradient, room_of(gradient), full).finish()
+    assert torch.equal(frame.cpu(), encode(gradient.cpu(), "raw"))
 
 
 def test_packing_says_what_it_cannot_take(device: str) -> None:
     tensor = torch.relu(torch.randn(70, 80)).to(device)
     buffer = room_of(tensor)
-    frame = gpu.finish(gpu.pack_on_device(tensor, buffer), gpu.header_of(tensor))
+    frame = pending(tensor, buffer).finish()
     assert frame.data_ptr() == buffer.data_ptr()
     assert torch.equal(frame.cpu(), encode(tensor.cpu()))
     for wrong in (buffer[:-1], buffer.view(torch.int8), buffer.view(2, -1)):
         with pytest.raises(CodecError, match=f"{len(buffer)} bytes"):
-            gpu.pack_on_device(tensor, wrong)
+            pending(tensor, wrong)
     with pytest.raises(CodecError, match="dense"):
-        gpu.pack_on_device(tensor[:, ::2], buffer)
-    with pytest.raises(CodecError, match="dense"):
-        gpu.encode(tensor.to_sparse())
+        frames.encode(tensor.to_sparse())
     with pytest.raises(CodecError, match="nothing"):
-        gpu.encode(tensor, "nothing")
+        frames.encode(tensor, "nothing")
 
 
 KERNELS = {
-    "gpu_zero_value": "count_words count_bits decide decide_masked compact expand checksum",
-    "gpu_narrow": "range_of_words decide_narrow pack_rows unpack_rows",
+    "zero_value": "count_words count_bits decide decide_masked compact expand checksum",
+    "narrow": "range_of_words decide_narrow pack_rows unpack_rows",
 }
 
 
@@ -277,7 +279,7 @@ def test_kernels_compile_where_there_is_no_gpu(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    loops = gpu_launch.kernels(module)
+    loops = payloads.kernels(module)
     types = dict.fromkeys(("words", "values", "payload", "out", "bitmap", "error"), "*i32")
     types |= dict.fromkeys(("counts", "offsets", "facts", "partial", "lows", "highs", "head"), "*i64")
     constants = {"BLOCK": BLOCK, "TILE": 1024, "ROWS": 64, "BITS": 32, "LANES": 16, "FLIP": 0, "MOST": 32}
@@ -289,13 +291,13 @@ def test_kernels_compile_where_there_is_no_gpu(
 
 
 def test_without_triton_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "penstock.compression.kernels.gpu_zero_value", raising=False)
+    monkeypatch.delitem(sys.modules, "penstock.compression.gpu.zero_value", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(CodecError, match="install the triton that this torch asks for"):
-        gpu.encode(torch.zeros(9000))
+        frames.encode(torch.zeros(9000))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="one process more says the same")
 def test_nothing_imports_triton_but_kernels() -> None:
-    code = "import sys, penstock.compression.gpu; assert 'triton' not in sys.modules"
+    code = "import sys, penstock.compression.gpu.frames; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,15 +11,15 @@ from gpus import INTERPRETED, assert_law, compile_all
 from guarded import guarded
 from torch import Tensor
 
-from penstock.compression import gpu
 from penstock.compression.codec import encode
 from penstock.compression.errors import CodecError
 from penstock.compression.exponent import Exponent, layout
 from penstock.compression.frame import BLOCK, MASKED, Header, frame_bytes, header_bytes, read_header, sections
 from penstock.compression.geometry import Words
+from penstock.compression.gpu import frames
 from penstock.compression.kernels.exponent_ir import PLANS
-from penstock.compression.registry import ZERO_VALUE, codec_named
-from penstock.compression.zero_value import Bitmap, unpack_masked
+from penstock.compression.registry import codec_named
+from penstock.compression.zero_value import unpack_masked
 
 pytest.importorskip("triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,12 +41,12 @@ def test_kernels_compile_where_there_is_no_gpu(
     types = dict.fromkeys(("words", "as_they_are", "out"), f"*i{bits}") | {"error": "*i32"}
     types |= dict.fromkeys(bytes_at, "*u8") | dict.fromkeys(integers_at, "*i64")
     constants = {"BITS": bits, "RUNS": 128, "SHORTEST": 1024, "PERCENT": 102}
-    compile_all("gpu_exponent", ["choose_plan"], types, constants)
-    compile_all("gpu_exponent", ["list_escapes", "write_words"], types, constants)
-    compile_all("gpu_exponent", ["restore_words"], types, constants)
+    compile_all("exponent", ["choose_plan"], types, constants)
+    compile_all("exponent", ["list_escapes", "write_words"], types, constants)
+    compile_all("exponent", ["restore_words"], types, constants)
     for level in (3, 2):
         own = types | {"out": "*u8"}
-        compile_all("gpu_exponent", ["restore_escapes"], own, constants | {"LEVEL": level})
+        compile_all("exponent", ["restore_escapes"], own, constants | {"LEVEL": level})
 
 
 def normal(num_words: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -136,13 +136,13 @@ def test_values_at_the_set_bits_of_a_mask(dtype: torch.dtype, device: str) -> No
     assert codecs == {"zero_value", BOTH}
 
 
-def judged(header: Header, payload: Tensor, mask: Bitmap | None, out: Tensor) -> bool:
+def judged(header: Header, payload: Tensor, mask: int | None, out: Tensor) -> bool:
     """Return whether the CPU takes a payload; ``out`` is its result."""
     assert header.dtype is not None
     words = Words(out.data_ptr(), out.numel(), 8 * out.element_size(), header.dtype)
     try:
         if mask is not None:
-            unpack_masked(payload.data_ptr(), len(payload), mask, words, ZERO_VALUE, Exponent())
+            unpack_masked(payload.data_ptr(), len(payload), mask, words, Exponent())
         else:
             codec_named(header.codec).unpack(payload.data_ptr(), len(payload), words)
     except CodecError:
@@ -190,7 +190,7 @@ def test_a_damaged_payload_is_judged_as_on_the_cpu(codec: str, dtype: torch.dtyp
     frame, mask, start, count = next(one for one in tries if one.frame.numel() % 64 == 0)
     header, payload = read_header(frame), payload_of(frame)
     if mask is not None:
-        bitmap = Bitmap(payload_of(mask).data_ptr(), read_header(mask), header.checksum)
+        bitmap = payload_of(mask).data_ptr()
         there = payload_of(mask)[: sections(num_words).offsets].to(device)
     damaged, words = guarded(len(payload)), guarded(num_words * dtype.itemsize)
     assert damaged.data_ptr() % 64 == 0  # or it would be read from a copy
@@ -204,7 +204,7 @@ def test_a_damaged_payload_is_judged_as_on_the_cpu(codec: str, dtype: torch.dtyp
             run = source.choice(where[4:7])
             damaged[run.start + 8 : run.stop] |= source.choice([1, 16, 255])
         out = integers(words.view(dtype)) if device == "cpu" else twin.to(device)
-        wrong = bool(gpu.unpack_on_device(header, damaged.to(device), out, mask=there))
+        wrong = bool(frames.unpack_payload(header, damaged.to(device), out, mask=there))
         assert wrong != judged(header, damaged, bitmap, twin)
         assert wrong or torch.equal(out.cpu(), twin)
         refused += wrong
@@ -220,15 +220,15 @@ def test_a_payload_of_another_length_or_dtype_is_refused(device: str) -> None:
         more = torch.cat([payload, payload[:9]])
         for wrong in (payload[:-1], payload[:-64], payload[: start + least], more):
             said = header._replace(payload_bytes=len(wrong))
-            assert gpu.unpack_on_device(said, wrong.to(device), out).item() == 1
+            assert frames.unpack_payload(said, wrong.to(device), out).item() == 1
         with pytest.raises(CodecError, match=r"floats of 32 or 16 bits, found torch\.int16"):
-            gpu.unpack_on_device(header._replace(dtype=torch.int16), payload.to(device), out)
+            frames.unpack_payload(header._replace(dtype=torch.int16), payload.to(device), out)
     frame, mask, _, _ = sample("masked", torch.bfloat16, 3000, 0)
     assert mask is not None
     header, payload, bits = read_header(frame), payload_of(frame), payload_of(mask)[: sections(3000).offsets]
     for length in (0, 1, 63, 64, 200, len(payload)):  # values too few for a plan
         said, wrong = header._replace(payload_bytes=length), payload[:length].to(device)
-        found = gpu.unpack_on_device(said, wrong, out, mask=bits.to(device)).item()
+        found = frames.unpack_payload(said, wrong, out, mask=bits.to(device)).item()
         assert found == (length < len(payload))
 
 
@@ -239,7 +239,6 @@ def test_nothing_is_written_behind_a_payload(device: str) -> None:
         for values in (tensor, tensor.relu(), random_bits(len(tensor), torch.float32)):
             room = -(-frame_bytes(values.shape, values.dtype) // 64) * 64
             buffer = guarded(room).fill_(85).to(device)
-            packed = gpu.pack_on_device(values.to(device), buffer, codec=codec)
-            frame = gpu.finish(packed, gpu.header_of(values))
+            frame = frames.pack(values.to(device), buffer, codec, requires_grad=False).finish()
             assert torch.equal(frame.cpu(), encode(values, codec))
             assert bool((buffer[len(frame) :] == 85).all())

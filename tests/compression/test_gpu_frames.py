@@ -7,9 +7,10 @@ import torch
 from gpus import moved, no_waiting
 from tensors import assert_same, decoded
 
-from penstock.compression import codec, gpu_frames
+from penstock.compression import codec
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import header_bytes, header_text, read_header
+from penstock.compression.gpu import frames
 from penstock.stages.work import Work
 
 pytest.importorskip("triton")
@@ -30,8 +31,8 @@ def room(tensor, name, device):
 def sent(tensor, name, device, mask=None):
     """The header and the buffer of ``tensor``, packed on ``device``."""
     buffer = room(tensor, name, device)
-    packed = gpu_frames.pack(moved(tensor, device), buffer, name, requires_grad=True, mask=mask)
-    return gpu_frames.header_of(Work(packed)), buffer
+    packed = frames.pack(moved(tensor, device), buffer, name, requires_grad=True, mask=mask)
+    return frames.header_of(Work(packed)), buffer
 
 
 def as_frame(header, buffer):
@@ -48,7 +49,7 @@ def test_a_frame_has_the_cpus_bytes_and_gives_the_tensor_back(name, device):
         header, buffer = sent(tensor, name, device)
         expected = codec.encode(tensor.requires_grad_(), name)
         assert torch.equal(as_frame(header, buffer), expected)
-        back, error = gpu_frames.unpack(header, buffer)
+        back, error = frames.unpack(header, buffer)
         assert not int(error)
         assert_same(moved(back, "cpu"), decoded(expected))
 
@@ -57,7 +58,7 @@ def test_what_has_gaps_travels_raw(device):
     tensor = sparse(40, 60)[:, ::2]
     header, buffer = sent(tensor, "zero_value", device)
     assert header.codec == "raw"
-    back, _ = gpu_frames.unpack(header, buffer)
+    back, _ = frames.unpack(header, buffer)
     assert_same(moved(back, "cpu"), decoded(codec.encode(tensor, "raw")))
 
 
@@ -69,19 +70,19 @@ def test_a_gradient_travels_at_the_set_bits_of_a_mask(name, device):
     assert header.flags
     expected = codec.encode(gradient.requires_grad_(), name, mask=codec.encode(value))
     assert torch.equal(as_frame(header, buffer), expected)
-    back, error = gpu_frames.unpack(header, buffer, mask=mask)
+    back, error = frames.unpack(header, buffer, mask=mask)
     assert not int(error)
     assert_same(moved(back, "cpu"), decoded(expected, mask=codec.encode(value)))
     other = sent(value.flip(0), "zero_value", device)  # as many set bits
-    assert int(gpu_frames.unpack(header, buffer, mask=other)[1])
+    assert int(frames.unpack(header, buffer, mask=other)[1])
     with pytest.raises(CodecError, match="values alone"):
-        gpu_frames.unpack(header, buffer)
+        frames.unpack(header, buffer)
 
 
 def test_damage_is_told_on_the_device(device):
     header, buffer = sent(sparse(64, 100), "zero_value", device)
     buffer[header_bytes(2)] ^= 1
-    assert int(gpu_frames.unpack(header, buffer)[1])
+    assert int(frames.unpack(header, buffer)[1])
 
 
 def test_nothing_waits(device):
@@ -93,11 +94,11 @@ def test_nothing_waits(device):
         tensor, buffer = moved(values, device), room(values, name, device)
         for strict in (False, True):  # the first time kernels are compiled and loaded
             with no_waiting(device) if strict else nullcontext():
-                packed = gpu_frames.pack(tensor, buffer, name, requires_grad=False, mask=bitmap)
-            header = gpu_frames.header_of(Work(packed))
+                packed = frames.pack(tensor, buffer, name, requires_grad=False, mask=bitmap)
+            header = frames.header_of(Work(packed))
             assert header.codec == name
             assert read_header(as_frame(header, buffer)) == header
             with no_waiting(device) if strict else nullcontext():
-                back, error = gpu_frames.unpack(header, buffer, mask=bitmap)
+                back, error = frames.unpack(header, buffer, mask=bitmap)
             assert not int(error)
             assert bitmap is not None or torch.equal(back, tensor)

@@ -21,8 +21,8 @@ from penstock.compression.codec import CODECS, decode, decode_received, encode
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import (
     MASKED,
+    FrameSpec,
     Header,
-    Promise,
     header_bytes,
     header_text,
     read_header,
@@ -30,7 +30,7 @@ from penstock.compression.frame import (
 )
 from penstock.compression.lossy import LOSSY_CODECS
 
-PROMISE = Promise((2, 32), torch.float32, (32, 1), written_by("zero_value"))
+PROMISE = FrameSpec((2, 32), torch.float32, (32, 1), written_by("zero_value"))
 # What was sent instead of a tensor: every one went through, or failed deep inside a layer.
 LIES = {
     "fewer rows": lambda t: encode(t[:1].clone()),

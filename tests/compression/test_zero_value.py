@@ -9,14 +9,14 @@ from words import BITS, any_words, at, mask_of, memory, payload_of, random_words
 
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import BLOCK, sections
-from penstock.compression.kernels.jit import host_isas, zero_value_kernels
+from penstock.compression.kernels.jit import host_isas
 from penstock.compression.raw import Packed
 from penstock.compression.zero_value import SLACK, STREAM_BYTES, ZeroValue
 
 
 @pytest.fixture(params=host_isas(), scope="module")
 def codec(request: pytest.FixtureRequest) -> ZeroValue:
-    return ZeroValue(zero_value_kernels(request.param))
+    return ZeroValue(request.param)
 
 
 def packed(codec: ZeroValue, words: np.ndarray) -> tuple[Packed, np.ndarray]:
@@ -45,7 +45,7 @@ def test_a_payload_is_what_its_twin_writes(
         parts, room = sections(num_words), guarded(words.nbytes + -words.nbytes % 64).numpy()
         bitmap, ends, values = (at(payload) + place for place in (0, parts.offsets, parts.values))
         count = np.count_nonzero(words)
-        assert codec.kernels.stream[bits](bitmap, ends, values, 0, count, num_words, at(room)) == count
+        assert codec.kernel(f"stream{bits}")(bitmap, ends, values, 0, count, num_words, at(room)) == count
         np.testing.assert_array_equal(room[: words.nbytes].view(words.dtype), words)
         assert not room[words.nbytes :].any()
 
@@ -75,14 +75,14 @@ def test_values_may_lie_apart(codec: ZeroValue) -> None:
             mask, values = guarded(sections(num_words).values).numpy(), words[words != 0]
             mask[:] = 255
             room = guarded(words.nbytes + SLACK).numpy()
-            assert codec.pack_apart(words_of(words), at(mask), at(room)) == len(values)
+            assert codec.pack_to(words_of(words), at(mask), at(room)) == len(values)
             np.testing.assert_array_equal(mask, mask_of(words != 0))
             np.testing.assert_array_equal(room[: values.nbytes], values.view(np.uint8))
             apart, back = memory(values), guarded(words.nbytes).numpy().view(words.dtype)
-            codec.unpack_apart(at(mask), at(apart), len(apart), words_of(back))
+            codec.unpack_from(at(mask), at(apart), len(apart), words_of(back))
             np.testing.assert_array_equal(back, words)
         full = random_words(7 * BLOCK, bits, 1)
-        assert codec.pack_apart(words_of(full), at(mask), at(room)) is None
+        assert codec.pack_to(words_of(full), at(mask), at(room)) is None
 
 
 def count_refused(area: np.ndarray, seed: int, call: Callable[[], object]) -> int:

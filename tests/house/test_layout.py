@@ -233,7 +233,7 @@ def test_the_suite_collects_in_a_folder_with_a_dot_in_its_name(tmp_path: Path) -
 
 
 # What may name torch.cuda: what has the device's methods, and the kernels of a GPU.
-CUDA = "stages/device.py stages/memory/copy_stream.py compression/gpu*.py compression/kernels/gpu*.py".split()
+CUDA = "stages/device.py stages/memory/copy_stream.py compression/gpu/*.py".split()
 
 
 def names_cuda(source: str) -> bool:

@@ -8,8 +8,8 @@ from pathlib import PurePath
 import pytest
 from checkout import ROOT, files
 
-DOCSTRING_FOLDERS = ("pipeline", "tests")
-NAME_FOLDERS = ("pipeline",)
+DOCSTRING_FOLDERS = ("compression", "pipeline", "tests")
+NAME_FOLDERS = ("compression", "pipeline")
 FIRST_WORDS = ("What", "Where", "Which", "Who", "Whose", "How", "Whether")
 NO_NAMES = {"told", "said", "made", "found", "near", "away", "lose", "apart", "laid", "again", "unseen"}
 PUBLIC = {("pipeline/pipeline.py", "near")}  # Pipeline.near() is exported

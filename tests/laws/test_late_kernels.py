@@ -9,7 +9,7 @@ from gpus import INTERPRETED, run_interpreted
 from late import LateDevice
 from law import differences
 
-from penstock.compression import gpu_frames
+from penstock.compression.gpu import frames
 
 pytest.importorskip("triton")
 
@@ -31,17 +31,17 @@ class Kernels:
     @classmethod
     def pack(cls, *args, **kwargs):
         with cls.one_at_a_time:
-            return gpu_frames.pack(*args, **kwargs)
+            return frames.pack(*args, **kwargs)
 
     @classmethod
     def unpack(cls, *args, **kwargs):
         with cls.one_at_a_time:
-            return gpu_frames.unpack(*args, **kwargs)
+            return frames.unpack(*args, **kwargs)
 
     @staticmethod
     def header_of(work):
         work.wait()
-        return gpu_frames.header_of(work)
+        return frames.header_of(work)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels need a GPU, or the interpreter")

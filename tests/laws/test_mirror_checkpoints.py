@@ -10,7 +10,7 @@ from test_mirror import BATCH, bytes_near, deep, made
 import penstock
 from penstock.pipeline.checkpoint import Checkpoint, Saving
 from penstock.pipeline.runtime import ownership
-from penstock.stages.memory.evictable_tensor import TensorMemory
+from penstock.stages.memory.evictable_tensor import EvictableTensor
 from penstock.stages.tensor_file import TensorFile
 
 ONE = 64 * 64 * 4  # bytes of the weights of a layer
@@ -58,7 +58,7 @@ class Near:
 
             return reading
 
-        monkeypatch.setattr(TensorMemory, "get", watched(TensorMemory.get))
+        monkeypatch.setattr(EvictableTensor, "get", watched(EvictableTensor.get))
         monkeypatch.setattr(TensorFile, "read", watched(TensorFile.read))
 
 
@@ -77,7 +77,7 @@ def test_files_are_those_without_a_mirror_and_few_tensors_are_near(tier, tmp_pat
         came[1],
     )  # each came once, none left anew
     assert 0 < near.most <= 3 * ONE
-    assert mirror.near_bytes < ONE
+    assert mirror.resident_bytes < ONE
     plain.close()
     pipe.close()
 
@@ -89,7 +89,7 @@ def test_a_load_has_one_turn_near_and_the_same_bits(tmp_path, monkeypatch):
     near = Near(monkeypatch, model, pipe)
     penstock.load(pipe, tmp_path)
     assert 0 < near.most <= 11 * ONE  # with its gradient, and the state before and after
-    assert pipe.engine.stages[0].mirror.near_bytes < ONE
+    assert pipe.engine.stages[0].mirror.resident_bytes < ONE
     for one in (plain, pipe):
         one.step(BATCH, TARGETS)
     penstock.save(pipe, tmp_path / "mirror")

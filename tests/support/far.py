@@ -16,7 +16,7 @@ class FarStore(Store):
         self.kept, self.buffers, self.num_puts = {}, UnpooledBuffers(), 0
         self.threads = threading.local()
 
-    def takes_away(self, device):
+    def offloads_from(self, device):
         return True
 
     def put(self, key, frame):

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.compression import gpu, gpu_launch
 from penstock.compression.codec import encode
+from penstock.compression.gpu import frames, payloads
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this process runs kernels in the interpreter, which is chosen before Triton is imported."""
@@ -44,13 +44,13 @@ def compile_all(module: str, names: Sequence[str], types: dict[str, str], consta
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    loops = gpu_launch.kernels(module)
+    loops = payloads.kernels(module)
     for name, size in product(names, ("i32", "i64")):
         kernel = getattr(loops, name)
         kinds = {arg: "constexpr" if arg in constants else types.get(arg, size) for arg in kernel.arg_names}
         given = {(kernel.arg_names.index(arg),): constants[arg] for arg in kinds if arg in constants}
         source = ASTSource(kernel, kinds, given)
-        assert triton.compile(source, GPUTarget("cuda", 90, 32), gpu_launch.options(4)).asm["cubin"]
+        assert triton.compile(source, GPUTarget("cuda", 90, 32), payloads.options(4)).asm["cubin"]
 
 
 def run_interpreted(*files_and_options: str) -> None:
@@ -76,10 +76,10 @@ def assert_law(
     """The CPU's bytes, which are returned, and the same tensor back from them."""
     expected, there = encode(tensor, codec, mask=mask), moved(tensor, device)
     mask_there = None if mask is None else mask.to(device)
-    frame = gpu.encode(there, codec, mask=mask_there)
+    frame = frames.encode(there, codec, mask=mask_there)
     assert frame.device == there.device
     assert torch.equal(frame.cpu(), expected)
-    back = gpu.decode(expected.to(device), mask=mask_there)
+    back = frames.decode(expected.to(device), mask=mask_there)
     assert back is not None
     assert_same(moved(back, "cpu"), decoded(expected, mask=mask))
     return expected

@@ -136,7 +136,7 @@ class LateDevice(Device):
 
 
 class LateKernels:
-    """The CPU's codecs by the methods of ``gpu_frames``: a header is the host's, a buffer has none."""
+    """The CPU's codecs by the methods of ``gpu/frames.py``: a header is the host's, a buffer has none."""
 
     @staticmethod
     def pack(tensor, buffer, codec, *, requires_grad, mask=None):

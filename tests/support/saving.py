@@ -81,8 +81,8 @@ def fetch(saved):
         alive, references = run.alive(), []
         run.waiting.clear()
     for storage in alive:
-        storage.transition("resident", only_from="leaving")
-        if storage.transition("coming", only_from="away"):
+        storage.transition("resident", only_from="evicting")
+        if storage.transition("loading", only_from="offloaded"):
             references.append(weakref.ref(storage))
     saved._packer.bring(references)
 

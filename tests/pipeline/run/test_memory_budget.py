@@ -10,7 +10,7 @@ from reports import PLAN, report
 from penstock.pipeline.run import tier_rows
 from penstock.pipeline.run.metrics import MOST, SUMS
 from penstock.pipeline.runtime.report import StageReport
-from penstock.stages.memory.parameter_offload import Mirror
+from penstock.stages.memory.parameter_offload import OffloadedParameters
 
 JOB = (
     "model=mlp model.hidden=[256,256,256,256,256,256] data.size=8 data.channels=1 batch_size=600"
@@ -83,7 +83,7 @@ def test_the_first_step_foretells_what_the_closing_table_will_show(memory, packe
 
 def test_a_mirror_is_not_brought_back_to_be_written(monkeypatch):
     """At the end of a run less is near than all: its tensors go to the file one by one."""
-    monkeypatch.setattr(Mirror, "pull_all", None)
+    monkeypatch.setattr(OffloadedParameters, "pull_all", None)
     assert model_of("ranks=1 stages=2 memory.parameters=disk", "mirrored") == model_of(
         "ranks=1 stages=2", "whole"
     )

@@ -113,7 +113,7 @@ def test_a_thread_that_stops_at_an_exit_is_no_end(opened):
 
 def test_a_budget_bounds_the_file_and_the_rest_stays_in_memory(opened):
     disk, store = opened(budget=5 * UNIT + 100)
-    assert store.takes_away(torch.device("cpu"))
+    assert store.offloads_from(torch.device("cpu"))
     frames = [frame_of(2 * UNIT, seed) for seed in range(4)]
     for frame, _ in frames[:2]:
         store.put(frame, frame)
@@ -121,12 +121,12 @@ def test_a_budget_bounds_the_file_and_the_rest_stays_in_memory(opened):
         store.put(frames[2][0], frames[2][0])
     store.put(frames[3][0], frames[3][0])  # told once
     disk.drain()
-    assert not store.takes_away(torch.device("cpu"))
+    assert not store.offloads_from(torch.device("cpu"))
     assert disk.space.size <= 5 * UNIT + 100
     assert store.get(frames[3][0]) is frames[3][0]
     assert all(store.get(frame).bytes.equal(values) for frame, values in frames)
     store.drop(frames[0][0])
-    assert store.takes_away(torch.device("cpu"))
+    assert store.offloads_from(torch.device("cpu"))
     for frame, _ in frames:
         store.drop(frame)
     assert disk.num_bytes == 0

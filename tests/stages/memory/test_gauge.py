@@ -6,12 +6,12 @@ from collections import deque
 
 import pytest
 
-from penstock.stages.memory.byte_budget import Gauge, Share, Tiers
+from penstock.stages.memory.byte_budget import ByteCounter, Share, Tiers
 
 
 def test_a_gauge_knows_what_there_is_and_the_most_there_was():
-    whole = Gauge(100)
-    part = Gauge(part_of=whole)
+    whole = ByteCounter(100)
+    part = ByteCounter(part_of=whole)
     part.add(60)
     whole.add(30)
     part.add(-20)
@@ -26,21 +26,21 @@ def test_a_gauge_knows_what_there_is_and_the_most_there_was():
 
 
 def test_threads_and_a_collector_in_their_midst_lose_no_byte():
-    gauge, threads = Gauge(), 4
+    counter, threads = ByteCounter(), 4
 
     class Counted:
         def __init__(self):
             self.itself = self  # only the collector frees it
-            gauge.add(7)
+            counter.add(7)
 
         def __del__(self):
-            gauge.add(-7)
+            counter.add(-7)
 
     def work():
         for _ in range(2000):
             Counted()
-            gauge.add(3)
-            gauge.add(-2)
+            counter.add(3)
+            counter.add(-2)
 
     before, _ = gc.get_threshold(), gc.set_threshold(5)
     try:
@@ -52,7 +52,7 @@ def test_threads_and_a_collector_in_their_midst_lose_no_byte():
     finally:
         gc.set_threshold(*before)
     gc.collect()
-    assert gauge.now == threads * 2000
+    assert counter.now == threads * 2000
 
 
 class Paused(deque):
@@ -72,17 +72,19 @@ class Paused(deque):
 
 @pytest.mark.parametrize("folds", ["itself", "another thread"])
 def test_who_waits_hears_of_every_byte_less_whoever_folds_it(folds):
-    gauge, heard = Gauge(), []
-    gauge.add(3)
+    counter, heard = ByteCounter(), []
+    counter.add(3)
     changes = Paused()
     if folds == "another thread":
-        gauge._changes = changes
-    waits = threading.Thread(target=lambda: heard.append(gauge.wait(lambda: gauge._now == 0)), daemon=True)
+        counter._changes = changes
+    waits = threading.Thread(
+        target=lambda: heard.append(counter.wait(lambda: counter._now == 0)), daemon=True
+    )
     waits.start()
-    adds = threading.Thread(target=gauge.add, args=(-1,))
+    adds = threading.Thread(target=counter.add, args=(-1,))
     adds.start()
     assert folds == "itself" or changes.taken.wait(10)
-    gauge.add(-2)  # perhaps while the other is in the middle of it, which then takes it along
+    counter.add(-2)  # perhaps while the other is in the middle of it, which then takes it along
     assert waits.is_alive() or folds == "itself"
     changes.gate.set()
     adds.join(10)
@@ -91,12 +93,12 @@ def test_who_waits_hears_of_every_byte_less_whoever_folds_it(folds):
 
 
 def test_a_share_says_all_that_it_has():
-    gauge = Gauge()
-    share, other = Share(gauge), Share(gauge)
+    counter = ByteCounter()
+    share, other = Share(counter), Share(counter)
     share.set(50)
     other.set(10)
     share.set(20)
-    assert (gauge.now, gauge.peak) == (30, 60)
+    assert (counter.now, counter.peak) == (30, 60)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -114,12 +116,12 @@ def test_frames_in_host_memory_are_a_cpus_own(on_gpu):
 
 def test_half_of_what_is_not_fixed_is_kept_free():
     tiers = Tiers(device=1000)
-    assert Tiers().too_much is None
+    assert Tiers().excess is None
     tiers.fix(400)
     tiers.device.add(300)
-    assert tiers.too_much == 0
+    assert tiers.excess == 0
     tiers.device.add(250)
     tiers.leaving.add(50)
-    assert tiers.too_much == 200
+    assert tiers.excess == 200
     tiers.fix(1200)  # more than there is: nothing is free
-    assert tiers.too_much == 1200 + 550 - 50 - 1000
+    assert tiers.excess == 1200 + 550 - 50 - 1000

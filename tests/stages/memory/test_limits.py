@@ -94,7 +94,7 @@ def test_what_is_read_last_leaves_first(held):
     one = held(40 * MIB)
     _, _graph = one.forward(waits=True)
     run = one.saved._micro_batches[0]
-    away = sorted(run.first_read(s) for s in run.alive() if s.state == "away")
+    away = sorted(run.first_read(s) for s in run.alive() if s.state == "offloaded")
     assert away == list(range(away[0], away[0] + len(away)))
     assert away[0] <= 1  # what came in is held until the forward is over
     assert len(away) >= 8

@@ -124,7 +124,7 @@ CASES |= {name: of_zoo(name) for name in ("residual", "residual_channels_last", 
 class Away(Store):
     """Takes every frame, smaller or not, as the memory of another device would."""
 
-    def takes_away(self, device):
+    def offloads_from(self, device):
         return True
 
 

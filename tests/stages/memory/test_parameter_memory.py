@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from penstock.compression.errors import StageError
-from penstock.stages.memory.parameter_offload import Mirror
-from penstock.stages.memory.readers import but_staying
+from penstock.stages.memory.parameter_offload import OffloadedParameters
+from penstock.stages.memory.readers import without_resident
 from penstock.stages.memory.stores import Store
 
 LAYERS: list[Any] = [SimpleNamespace(name=name) for name in "abc"]
@@ -22,7 +22,7 @@ def mirror_of(store, **options):
     """A mirror of three parameters, each read by a layer, all of them away."""
     parameters = [nn.Parameter(torch.full((32,), float(i))) for i in range(3)]
     readers = {layer.name: [p] for layer, p in zip(LAYERS, parameters, strict=True)}
-    mirror = Mirror(store, readers=readers, packs=False, min_bytes=1)
+    mirror = OffloadedParameters(store, readers=readers, packs=False, min_bytes=1)
     mirror.begin()
     mirror.push_all()
     return mirror, parameters
@@ -73,10 +73,10 @@ def test_what_is_brought_ahead_is_let_go_where_it_is_not_wanted():
     for turn in (0, 1, 2, 1):
         mirror.prefetch(turn)
         mirror.frames.ahead.drain()
-        assert mirror.near_bytes == 128
-        assert sum(one.ahead_bytes for one in mirror._all.values()) == 128
+        assert mirror.resident_bytes == 128
+        assert sum(one.prefetched_bytes for one in mirror._all.values()) == 128
     mirror.settle()
-    assert sum(one.ahead_bytes for one in mirror._all.values()) == 0
+    assert sum(one.prefetched_bytes for one in mirror._all.values()) == 0
     mirror.close()
 
 
@@ -108,7 +108,7 @@ def test_a_thread_that_is_late_brings_nothing(comes):
         mirror.prefetch(-1)
     gate.set()
     mirror.frames.ahead.drain()
-    assert [one.ahead_bytes for one in mirror._all.values()] == [0, 128 * comes, 0]
+    assert [one.prefetched_bytes for one in mirror._all.values()] == [0, 128 * comes, 0]
     mirror.close()
 
 
@@ -119,7 +119,7 @@ def test_a_thread_that_is_late_brings_nothing(comes):
 def test_whole_layers_stay_the_smallest_first(num_bytes, moves):
     sizes = {"a": [2, 2], "b": [1], "c": [6]}
     readers = {name: [Parameter(torch.zeros(n)) for n in ns] for name, ns in sizes.items()}
-    left = but_staying(readers, num_bytes)
+    left = without_resident(readers, num_bytes)
     assert list(left) == [*sizes]
     assert {name for name, found in left.items() if found} == set(moves)
     assert all(found in ([], readers[name]) for name, found in left.items())
@@ -127,7 +127,7 @@ def test_whole_layers_stay_the_smallest_first(num_bytes, moves):
 
 def test_a_parameter_of_two_layers_stays_with_its_first():
     shared, own = Parameter(torch.zeros(4)), Parameter(torch.zeros(1))
-    left = but_staying({"first": [shared], "second": [shared, own]}, 16)
+    left = without_resident({"first": [shared], "second": [shared, own]}, 16)
     assert [*map(len, left.values())] == [1, 1]
-    left = but_staying({"first": [shared], "second": [shared, own]}, 20)
+    left = without_resident({"first": [shared], "second": [shared, own]}, 20)
     assert [*map(len, left.values())] == [0, 0]

@@ -182,20 +182,20 @@ def storage_of(tensor):
 def test_a_way_that_no_saved_storage_goes_is_refused():
     storage = storage_of(torch.ones(8))
     assert storage.transition("dropped")
-    with pytest.raises(StageError, match=r"that is dropped goes to .*, found away"):
-        storage.transition("away")
+    with pytest.raises(StageError, match=r"that is dropped goes to .*, found offloaded"):
+        storage.transition("offloaded")
 
 
 def test_a_view_that_was_given_up_is_not_waited_for():
     kept = torch.arange(8.0)
     storage = storage_of(kept)
     first, second = storage.add(kept, None), storage.add(kept, None)
-    storage.transition("leaving")
+    storage.transition("evicting")
     storage.stored(lambda: Bytes(kept.untyped_storage(), 0))
     storage.give_up(first)
     for _ in range(2):  # a graph that is kept is gone through again
         assert same_bits(storage.read(second), kept)
-        assert storage.state == "away"
+        assert storage.state == "offloaded"
 
 
 def test_memory_that_was_given_back_and_taken_anew_is_another():

@@ -6,7 +6,14 @@ import torch
 from penstock.compression.buffers import Frame, new_bytes
 from penstock.stages.memory.byte_budget import Tiers
 from penstock.stages.memory.offload import offload
-from penstock.stages.memory.stores import STORES, Cascade, Store, StoreOptions, UnpooledBuffers, open_store
+from penstock.stages.memory.stores import (
+    STORES,
+    FallbackStore,
+    Store,
+    StoreOptions,
+    UnpooledBuffers,
+    open_store,
+)
 
 
 def frame_of(num_bytes, value=0):
@@ -58,7 +65,7 @@ def disk(opened):
 def test_a_full_tier_is_followed_by_the_disk_and_has_room_again(limits, disk):
     tiers = Tiers(**limits)
     store = open_store("host", StoreOptions(disk=disk, tiers=tiers))
-    assert isinstance(store, Cascade)
+    assert isinstance(store, FallbackStore)
     for key in range(4):
         assert store.admit(key, 100)
         store.put(key, frame_of(100, key))
@@ -86,5 +93,5 @@ def test_what_did_not_shrink_goes_only_where_it_is_away(disk):
 
 def test_without_a_limit_or_a_disk_a_tier_is_alone(disk):
     for options in (StoreOptions(disk=disk, tiers=Tiers()), StoreOptions(tiers=Tiers(host=250))):
-        assert not isinstance(open_store("host", options), Cascade)
-    assert not isinstance(open_store("disk", StoreOptions(disk=disk, tiers=Tiers(device=9))), Cascade)
+        assert not isinstance(open_store("host", options), FallbackStore)
+    assert not isinstance(open_store("disk", StoreOptions(disk=disk, tiers=Tiers(device=9))), FallbackStore)

@@ -5,7 +5,7 @@ import torch
 from far import FarStore
 from reference import same_bits
 
-from penstock.stages.memory.evictable_tensor import Frames, TensorMemory, hollow, may_leave
+from penstock.stages.memory.evictable_tensor import EvictableTensor, TensorStore, hollow, may_leave
 from penstock.stages.memory.stores import HostStore, Store, StoreOptions
 
 
@@ -31,9 +31,9 @@ SHAPES = {
 @pytest.mark.parametrize("kind", [Store, HostStore, FarStore])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_comes_back_is_what_left(shape, kind, packs):
-    tensor, frames = SHAPES[shape](), Frames(kind(), packs=packs)
+    tensor, frames = SHAPES[shape](), TensorStore(kind(), packs=packs)
     expected, looks = tensor.clone(), (tensor.stride(), tensor.data_ptr() % 64)
-    memory = TensorMemory(frames, tensor)
+    memory = EvictableTensor(frames, tensor)
     assert memory.put(tensor)
     hollow(tensor)
     assert tensor.numel() == 0
@@ -47,8 +47,8 @@ def test_what_comes_back_is_what_left(shape, kind, packs):
 
 @pytest.mark.parametrize("kind", [Store, FarStore])
 def test_what_was_not_written_is_not_moved_again(kind):
-    frames = Frames(kind(), packs=False)
-    memory = TensorMemory(frames, tensor := special())
+    frames = TensorStore(kind(), packs=False)
+    memory = EvictableTensor(frames, tensor := special())
     memory.put(tensor)
     read = memory.get()
     assert memory.put(read, written=False)
@@ -59,10 +59,10 @@ def test_what_was_not_written_is_not_moved_again(kind):
 
 
 def test_a_frame_that_is_not_packed_is_the_tensors_own_memory_and_what_finds_no_room_stays():
-    memory = TensorMemory(Frames(Store(), packs=False), tensor := special())
+    memory = EvictableTensor(TensorStore(Store(), packs=False), tensor := special())
     memory.put(tensor)
     assert memory.get().data_ptr() == tensor.data_ptr()
-    memory = TensorMemory(Frames(Store(StoreOptions(budget=100)), packs=False), tensor)
+    memory = EvictableTensor(TensorStore(Store(StoreOptions(budget=100)), packs=False), tensor)
     assert not memory.put(tensor)
     assert not memory.stored
 

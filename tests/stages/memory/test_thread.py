@@ -19,7 +19,7 @@ PROGRAM = [Pass(0, 0), Pass(0, 0, reads=True)]
 class Far(Store):
     """Takes what does not shrink as well."""
 
-    def takes_away(self, device):
+    def offloads_from(self, device):
         return True
 
 
@@ -87,11 +87,11 @@ def test_what_is_far_from_being_read_leaves_while_the_forward_runs(near, made):
     now, last = DEPTH - 2, 2 * DEPTH - 1
     seen, _ = states_at(saved, net, now)
     assert all(
-        state == "away" for layer, state in seen.items() if last - layer - now > near and layer < now - 1
+        state == "offloaded" for layer, state in seen.items() if last - layer - now > near and layer < now - 1
     )
     # What was never farther from its backward than that has not left.
     assert all(state == "resident" for layer, state in seen.items() if last - layer - (layer + 1) <= near)
-    assert "away" in seen.values()
+    assert "offloaded" in seen.values()
 
 
 @pytest.mark.parametrize("near", [1, 3])
@@ -100,7 +100,7 @@ def test_a_backward_brings_back_so_many_layers_ahead(near, made):
     saved, thread = made(net, prefetch_layers=near)
     out = forward(net, saved, input_of())
     saved.wait()
-    assert "away" in states(saved).values()
+    assert "offloaded" in states(saved).values()
     seen = at_each_read(
         saved, thread, lambda: min(layer for layer, state in states(saved).items() if state == "resident")
     )
@@ -138,7 +138,7 @@ def test_what_somebody_still_holds_stays_until_the_forward_is_over(made):
     held.clear()
     saved.offload(0, {})
     saved.wait()
-    assert states(saved)[0] == "away"
+    assert states(saved)[0] == "offloaded"
 
 
 def test_a_view_of_somebody_elses_memory_stays_during_the_forward(made):

@@ -4,8 +4,6 @@ A lane of all rows of 64 bytes is a stream of bits of its own (``narrow_ir``), s
 put together on its own: from the few words whose bits it holds, or from the two that hold its bits. The width
 is known on the device alone, hence loops and shifts of a length that is read there.
 
-Only ``compression/gpu_narrow.py`` imports this module, inside functions: Triton is not on every machine.
-
 Source: Lemire and Boytsov, Decoding billions of integers per second through vectorization, 2015.
 """
 
@@ -14,8 +12,17 @@ Source: Lemire and Boytsov, Decoding billions of integers per second through vec
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from ..kernels.narrow_ir import ROW_BYTES
+from ..names import CODEC_NAMES
+from ..narrow import _SIGNED, _UNSIGNED, HEAD_BYTES
+from .payloads import new_facts, no_error, options, pack_raw
 
 # How the words of a payload are computed with, by their bits: as they are stored, and as they are shifted.
 SIGNED = {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}
@@ -126,3 +133,43 @@ def unpack_rows(
     i = row * LANES + lane
     tl.store(out + i, word, mask=i < num_words)
     tl.store(error, 1, mask=sound == 0)
+
+
+_NUMBER = CODEC_NAMES.index("narrow")
+_TILE = 4096  # words whose range one program finds
+_ROWS = 64  # of a payload for one program
+
+
+def pack(words: Tensor, payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write integers in the fewest bits; raw where ``Narrow`` goes raw, decided on the device."""
+    num_words, num_bytes, bits = words.numel(), words.nbytes, 8 * words.element_size()
+    if dtype not in (*_SIGNED, *_UNSIGNED) or num_bytes <= HEAD_BYTES + ROW_BYTES:
+        return pack_raw(words, payload)
+    facts = new_facts(words.device)
+    num_rows, num_parts = -(-num_bytes // ROW_BYTES), -(-num_words // _TILE)
+    # Words are compared as signed numbers; unsigned ones have their order after the first bit is flipped.
+    flip = 0 if dtype in _SIGNED else -(1 << (bits - 1))
+    lows, highs = torch.empty((2, num_parts), dtype=torch.int64, device=words.device)
+    signed = options(4, FLIP=flip, WORD=SIGNED[bits], TILE=_TILE)
+    range_of_words[(num_parts,)](words, lows, highs, num_words, **signed)
+    head, sizes = payload[:HEAD_BYTES].view(torch.int64), (num_parts, num_rows, num_bytes)
+    constants = options(4, FLIP=flip, BITS=bits, NUMBER=_NUMBER, TILE=1024)
+    decide_narrow[(1,)](lows, highs, facts, head, *sizes, **constants)
+    to, grid = payload[:num_bytes].view(words.dtype), (-(-num_rows // _ROWS),)
+    pack_rows[grid](words, head, facts, to, num_words, num_rows, **_row_options(bits))
+    return facts
+
+
+def unpack(payload: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read integers back; returns int32 on the device: not 0 if the head contradicts the length."""
+    error, num_words, bits = no_error(out.device), out.numel(), 8 * out.element_size()
+    num_rows, num_packed = -(-out.nbytes // ROW_BYTES), (payload.numel() - HEAD_BYTES) // ROW_BYTES
+    head, words = payload[:HEAD_BYTES].view(torch.int64), payload.view(out.dtype)
+    grid, sizes = (-(-num_rows // _ROWS),), (num_packed, num_words, num_rows)
+    unpack_rows[grid](words, head, out, error, *sizes, **_row_options(bits))
+    return error
+
+
+def _row_options(bits: int) -> dict[str, Any]:
+    lanes, word, wide = 8 * ROW_BYTES // bits, UNSIGNED[bits], WIDE[bits]
+    return options(4, BITS=bits, LANES=lanes, ROWS=_ROWS, WORD=word, WIDE=wide)

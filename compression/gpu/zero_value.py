@@ -4,15 +4,20 @@ A program learns where its values go from a scan of all blocks' counts, never fr
 order would change from run to run; and whether a tensor pays is decided on the device, so nothing here makes
 the host wait. Words are integers: comparing floats would lose -0.0 and flush denormals.
 
-Only ``compression/gpu.py`` imports this module, inside functions: Triton is not on every machine.
-
 Source: Rhu et al., Compressing DMA Engine, HPCA 2018, section 4 (zero-value compression).
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from ..frame import BLOCK, sections
+from ..names import CODEC_NAMES
+from ..zero_value import _LONG, _MOST, _PART
+from .payloads import new_facts, no_error, options, pack_raw
 
 GOLDEN, MIX = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xD6E8FEB86659FD93)
 
@@ -44,7 +49,7 @@ def bits_of_block(bitmap, block, num_words, BLOCK: tl.constexpr):
 
 @triton.jit
 def places(bits, BLOCK: tl.constexpr):
-    """Which words of a block have their bit set, and how many set bits stand before each: [BLOCK/32, 32].
+    """Words of a block whose bit is set, and the number of set bits before each: [BLOCK/32, 32].
 
     A scan over the counts of 32-bit words and a count within each: static shuffles, where a scan over all
     words would go through shared memory.
@@ -59,13 +64,13 @@ def places(bits, BLOCK: tl.constexpr):
 
 @triton.jit
 def words_of_block(block, BLOCK: tl.constexpr):
-    """Where the words of a block stand: [BLOCK/32, 32]."""
+    """Places of the words of a block: [BLOCK/32, 32]."""
     return block * BLOCK + tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
 
 
 @triton.jit
 def start_of_block(offsets, block):
-    """How many values stand before a block."""
+    """Number of values before a block."""
     return tl.load(offsets + block - 1, mask=block > 0, other=0)
 
 
@@ -104,7 +109,7 @@ def decide(
     counts, offsets, facts, num_blocks, whole, num_first, num_samples, num_bytes, section_bytes, pad,
     BLOCK: tl.constexpr, WORD_BYTES: tl.constexpr, MOST: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Decide as ``ZeroValue.pack_apart`` does whether words travel raw; one program.
+    """Decide as ``ZeroValue.pack_elsewhere`` does whether words travel raw; one program.
 
     Args:    facts: receives the payload's bytes and its codec's number. num_first, num_samples:
              blocks looked at first, 0 where the tensor is short. pad: words of padding behind the offsets.
@@ -190,3 +195,128 @@ def checksum(bitmap, partial, num_words, num_rows, BLOCK: tl.constexpr):
     x ^= x >> 32
     x = tl.where(i < num_rows, x, tl.zeros_like(x))
     tl.store(partial + program, tl.sum(x, axis=0).to(tl.int64, bitcast=True))
+
+
+# Launches. Two passes, since a scan of the blocks' counts keeps the values in order: count and write the
+# bitmap, then write the values. Whether it pays is decided between them, on the device.
+
+# Warps of a program by the bytes of a word: 16 bytes a lane, several loads in flight.
+NUM_WARPS = {1: 4, 2: 4, 4: 8, 8: 8}
+_NUMBER = CODEC_NAMES.index("zero_value")
+_SUMMED = 4096  # 64-bit words of a bitmap for one program
+
+
+def pack(
+    words: Tensor,
+    payload: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    elsewhere: Tensor | None = None,
+    num_warps: int | None = None,
+) -> Tensor:
+    """Write bitmap, offsets and values; raw where ``ZeroValue`` goes raw, decided on the device.
+
+    Args:    elsewhere: as many words, where values, or words as they are, go instead.
+    """
+    parts, num_words, num_bytes = sections(words.numel()), words.numel(), words.nbytes
+    if parts.values >= num_bytes:
+        return pack_raw(words, payload)
+    grid, facts = (parts.num_blocks,), new_facts(words.device)
+    launch = options(num_warps or NUM_WARPS[words.element_size()], BLOCK=BLOCK)
+    bitmap = payload[: parts.offsets].view(torch.int32)
+    offsets = payload[parts.offsets : parts.values].view(torch.int64)
+    values = payload[parts.values : num_bytes].view(words.dtype) if elsewhere is None else elsewhere
+    counts = torch.empty(parts.num_blocks, dtype=torch.int64, device=words.device)
+    count_words[grid](words, bitmap, counts, num_words, len(bitmap), **launch)
+    torch.cumsum(counts, 0, out=offsets[: parts.num_blocks])
+    whole, num_pad = num_words // BLOCK, len(offsets) - parts.num_blocks
+    head = min(whole // _PART, _MOST) if whole >= _LONG else 0
+    num_samples = min(head, _MOST // 2)
+    sizes = (parts.num_blocks, whole, head, num_samples, num_bytes, parts.values, num_pad)
+    constants = options(1, BLOCK=BLOCK, WORD_BYTES=words.element_size(), MOST=_MOST, NUMBER=_NUMBER)
+    decide[(1,)](counts, offsets, facts, *sizes, **constants)
+    as_they_are = payload[:num_bytes].view(words.dtype) if elsewhere is None else elsewhere
+    compact[grid](words, bitmap, offsets, facts, values, as_they_are, num_words, **launch)
+    return facts
+
+
+def pack_masked(
+    words: Tensor,
+    payload: Tensor,
+    mask: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    num_warps: int | None = None,
+) -> Tensor:
+    """Write the words at the set bits of ``mask``, zeros among them; all bits set is raw."""
+    parts, num_words = sections(words.numel()), words.numel()
+    facts = new_facts(words.device)
+    bitmap, offsets = mask.view(torch.int32), _ends(mask, words)
+    constants = options(1, WORD_BYTES=words.element_size(), NUMBER=_NUMBER)
+    decide_masked[(1,)](offsets, facts, parts.num_blocks, words.nbytes, **constants)
+    facts[2:].copy_(checksum_of(mask, num_words))
+    values = payload[: words.nbytes].view(words.dtype)
+    launch = options(num_warps or NUM_WARPS[words.element_size()], BLOCK=BLOCK)
+    grid = (parts.num_blocks,)
+    compact[grid](words, bitmap, offsets, facts, values, values, num_words, **launch)
+    return facts
+
+
+def unpack(
+    payload: Tensor,
+    out: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    mask: Tensor | None = None,
+    elsewhere: Tensor | None = None,
+    error: Tensor | None = None,
+    num_warps: int | None = None,
+) -> Tensor:
+    """Read bitmap, offsets and values, or values alone by ``mask``, whatever their bytes hold.
+
+    Args:    elsewhere: where values are that do not stand in the payload; behind them there may be others.
+             error: a flag to set instead of a new one.
+    Returns: int32 on the device: not 0 if bitmap, offsets and length contradict each other.
+    """
+    num_words, parts = out.numel(), sections(out.numel())
+    error = no_error(out.device) if error is None else error
+    if mask is None:
+        bitmap = payload[: parts.offsets].view(torch.int32)
+        offsets, start = payload[parts.offsets : parts.values].view(torch.int64), parts.values
+    else:
+        bitmap, offsets, start = mask.view(torch.int32), _ends(mask, out), 0
+    values = payload[start:].view(out.dtype) if elsewhere is None else elsewhere
+    launch = options(num_warps or NUM_WARPS[out.element_size()], BLOCK=BLOCK, EXACT=elsewhere is None)
+    sizes = (len(values), num_words, parts.num_blocks)
+    expand[(parts.num_blocks,)](bitmap, offsets, values, out, error, *sizes, **launch)
+    return error
+
+
+def checksum_of(bitmap: Tensor, num_words: int) -> Tensor:
+    """``ZeroValue.bitmap_checksum`` of the bitmap of ``num_words`` words, as int64 on its device."""
+    num_rows = -(-num_words // 64)
+    sums = torch.zeros(max(1, -(-num_rows // _SUMMED)), dtype=torch.int64, device=bitmap.device)
+    if num_rows:
+        rows, constants = bitmap.view(torch.int64), options(8, BLOCK=_SUMMED)
+        checksum[(len(sums),)](rows, sums, num_words, num_rows, **constants)
+    total = sums.sum()
+    return total + (total == 0)
+
+
+def num_values(mask: Tensor, words: Tensor) -> Tensor:
+    """The set bits of the bitmap of ``words``, one int64 on its device."""
+    return _ends(mask, words)[-1:]
+
+
+def _ends(mask: Tensor, words: Tensor) -> Tensor:
+    """Count the set bits of a bitmap before the end of each block."""
+    num_words, num_blocks = words.numel(), sections(words.numel()).num_blocks
+    counts = torch.empty(num_blocks, dtype=torch.int64, device=mask.device)
+    rows = mask.view(torch.int32)
+    count_bits[(num_blocks,)](rows, counts, num_words, **options(1, BLOCK=BLOCK))
+    return torch.cumsum(counts, 0)
+
+
+def unpack_masked(payload: Tensor, out: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read values alone by ``mask``; returns as ``unpack``."""
+    return unpack(payload, out, mask=mask)

@@ -5,7 +5,6 @@ all, is a number there and no constant of a kernel. Exponents are ranked once: w
 code in, and which code, are comparisons of its rank. Escapes are compacted into lists, which the next launch
 reads: so no thread waits for what another one stores.
 
-Only ``compression/gpu_exponent.py`` imports this module, inside functions: Triton is not on every machine.
 """
 
 # Triton's compiler reads these functions; to Python their numbers are of no type.
@@ -13,13 +12,21 @@ Only ``compression/gpu_exponent.py`` imports this module, inside functions: Trit
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .. import frame
-from . import exponent_ir
-from .exponent_ir import GOLDEN as _GOLDEN
-from .gpu_zero_value import low_bits, ones_of
+from ..errors import CodecError
+from ..exponent import _DTYPES, _LEAST_PERCENT, _RUNS, _SHORTEST
+from ..frame import sections
+from ..kernels import exponent_ir
+from ..kernels.exponent_ir import GOLDEN as _GOLDEN
+from ..names import CODEC_NAMES
+from . import zero_value
+from .payloads import new_facts, no_error, options, pack_raw
+from .zero_value import low_bits, ones_of
 
 BLOCK, GROUP = tl.constexpr(frame.BLOCK), tl.constexpr(exponent_ir.GROUP)
 TABLE_BYTES = tl.constexpr(exponent_ir.TABLE_BYTES)
@@ -70,13 +77,13 @@ def tail_bytes(n1, n2, n3, k2, k3):
 
 @triton.jit
 def eights():
-    """Where each of a block's words, codes or escapes stands in it: [512, 8]."""
+    """Places of a block's words, codes or escapes in it: [512, 8]."""
     return tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
 def words_of_block(number, at):
-    """How many of ``number`` words stand in the block that begins ``at`` one of them, in 32 bits."""
+    """Count those of ``number`` words in the block that begins ``at`` one of them, in 32 bits."""
     return tl.minimum(tl.maximum(number - at, 0), BLOCK).to(tl.int32)
 
 
@@ -94,7 +101,7 @@ def turned(word, BITS: tl.constexpr):
 
 @triton.jit
 def places_of(used):
-    """How many of a block's ``used`` stand before each, and how many there are."""
+    """Count a block's ``used`` before each, and all of them."""
     lane = tl.arange(0, LANES)
     bits = tl.sum(used.to(tl.uint32) << lane[None, :].to(tl.uint32), axis=1).to(tl.uint32)
     ones = ones_of(bits)
@@ -243,7 +250,7 @@ PLANS, NUM_PLANS = tl.constexpr(exponent_ir.PLANS), tl.constexpr(len(exponent_ir
 
 @triton.jit
 def count_exponents(words, number, BITS: tl.constexpr, RUNS: tl.constexpr):
-    """How often each exponent stands in runs of 64 words, which begin where the CPU's do."""
+    """Count each exponent in runs of 64 words, which begin where the CPU's do."""
     run, lane = tl.arange(0, RUNS), tl.arange(0, GROUP)
     places = (number - (GROUP - 1)).to(tl.uint64)
     first = tl.umulhi(run.to(tl.uint64) * GOLDEN, tl.zeros([RUNS], tl.uint64) + places).to(tl.int64)
@@ -334,7 +341,7 @@ def read_head(at, sound):
 
 @triton.jit
 def open_block(payload, numbers, num_bytes, room, BITS: tl.constexpr):
-    """What a payload says of this program's block.
+    """Read the numbers of this program's block.
 
     Args:    numbers: holds the number of words, at most ``room``.
     Returns: whether it is sound; codes of level 1; escapes of levels 1, 2 and 3; where its tail begins. All
@@ -426,3 +433,108 @@ def restore_words(payload, numbers, escapes, out, error, num_bytes, room, BITS: 
     else:
         word = x.to(tl.int32, bitcast=True)
     tl.store(out + at + j, word, mask=j < tl.minimum(num, words_of_block(number, at)))
+
+
+# Launches. How many values there are, which plan suits them and whether it pays is known on the device alone:
+# launches are for the most there may be, kernels read what there is, and nothing waits.
+
+_ALONE, _BOTH = CODEC_NAMES.index("exponent"), CODEC_NAMES.index("zero_value+exponent")
+_WARPS = 16  # of a program for a block; with 8 a thread needs twice the registers
+_STATE, _BOOK = 8, 40  # u64: numbers that kernels leave each other; a plan section, the rank of each exponent
+
+
+def pack(words: Tensor, payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write words as ``Exponent`` does; raw where it goes raw, decided on the device."""
+    if not _suits(words, dtype):
+        return pack_raw(words, payload)
+    return _pack(words, payload, new_facts(words.device), head=0, alone=_ALONE)
+
+
+def pack_combined(words: Tensor, payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write bitmap, offsets and packed values; one codec alone where ``Combined`` takes one alone."""
+    head = sections(words.numel()).values
+    if head >= words.nbytes:
+        return pack(words, payload, dtype)
+    if not _suits(words, dtype):
+        return zero_value.pack(words, payload)
+    values = torch.empty_like(words)
+    facts = zero_value.pack(words, payload, elsewhere=values)
+    return _pack(values, payload, facts, head=head, alone=_ALONE)
+
+
+def pack_masked(words: Tensor, payload: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write the words at the set bits of ``mask``, packed where that is shorter."""
+    if not _suits(words, dtype):
+        return zero_value.pack_masked(words, payload, mask)
+    values = torch.empty_like(words)
+    facts = zero_value.pack_masked(words, values.view(torch.uint8), mask)
+    return _pack(values, payload, facts, head=0, alone=_BOTH)
+
+
+def unpack(payload: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo ``pack``, whatever the bytes hold.
+
+    Returns: int32 on the device: not 0 if plan, codes, offsets, tail and length contradict each other.
+    Raises:  CodecError: no such payload has this dtype.
+    """
+    number = torch.full((1,), out.numel(), dtype=torch.int64, device=out.device)
+    return _unpack(payload, number, out, dtype)
+
+
+def unpack_combined(payload: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo ``pack_combined``; returns and errors as ``unpack``."""
+    parts, values = sections(out.numel()), torch.empty_like(out)
+    ends = payload[parts.offsets : parts.values].view(torch.int64)
+    error = _unpack(payload[parts.values :], ends[parts.num_blocks - 1 :], values, dtype)
+    return zero_value.unpack(payload, out, elsewhere=values, error=error)
+
+
+def unpack_masked(payload: Tensor, out: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo ``pack_masked``; returns and errors as ``unpack``."""
+    values = torch.empty_like(out)
+    error = _unpack(payload, zero_value.num_values(mask, out), values, dtype)
+    return zero_value.unpack(payload, out, mask=mask, elsewhere=values, error=error)
+
+
+def _suits(words: Tensor, dtype: torch.dtype) -> bool:
+    return dtype in _DTYPES and words.numel() >= _SHORTEST
+
+
+def _pack(words: Tensor, payload: Tensor, facts: Tensor, *, head: int, alone: int) -> Tensor:
+    """Pack ``words``, or so many of them as the ``facts`` of zero_value say, and bring those up to date.
+
+    Args:    payload: at its start for all words, behind ``head`` bytes for values.
+             alone: the codec's number where zero_value left nothing out.
+    """
+    device = words.device
+    num_words, num_bytes, bits = words.numel(), words.nbytes, 8 * words.element_size()
+    num_blocks = -(-num_words // frame.BLOCK)
+    state, book = torch.empty(_STATE + _BOOK, dtype=torch.int64, device=device).split([_STATE, _BOOK])
+    codes2, codes3 = torch.empty((2, num_blocks * frame.BLOCK), dtype=torch.uint8, device=device)
+    heads, lengths = torch.empty((2, num_blocks), dtype=torch.int64, device=device)
+    book, numbers = book.view(torch.uint8), (num_words, head, alone, _BOTH)
+    rules = options(16, BITS=bits, RUNS=_RUNS, SHORTEST=_SHORTEST, PERCENT=_LEAST_PERCENT)
+    choose_plan[(1,)](words, facts, state, book, *numbers, **rules)
+    made, grid, launch = (
+        (words, state, book, codes2, codes3, heads),
+        (num_blocks,),
+        options(_WARPS, BITS=bits),
+    )
+    list_escapes[grid](*made, lengths, **launch)
+    ends, as_they_are = torch.cumsum(lengths, 0), payload[:num_bytes].view(words.dtype)
+    write_words[grid](*made, ends, facts, payload, as_they_are, **launch)
+    return facts
+
+
+def _unpack(payload: Tensor, number: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read ``number`` words, counted on the device, to the beginning of ``out``, level by level."""
+    bits, num_blocks = 8 * out.element_size(), -(-out.numel() // frame.BLOCK)
+    if _DTYPES.get(dtype) != bits:
+        raise CodecError(f"an exponent frame has floats of 32 or 16 bits, found {dtype}; it was damaged")
+    error = no_error(out.device)
+    second, first = torch.empty((2, num_blocks * frame.BLOCK), dtype=torch.uint8, device=out.device)
+    sizes, grid, launch = (payload.numel(), out.numel()), (num_blocks,), options(_WARPS, BITS=bits)
+    restore_escapes[grid](payload, number, payload, second, error, *sizes, LEVEL=3, **launch)
+    restore_escapes[grid](payload, number, second, first, error, *sizes, LEVEL=2, **launch)
+    restore_words[grid](payload, number, first, out, error, *sizes, **launch)
+    return error
