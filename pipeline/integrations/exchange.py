@@ -15,7 +15,7 @@ from ...compression.buffers import Pool
 from ...compression.codec import decode_received, encode
 from ...compression.codec_cost import candidates, sample, trial
 from ...compression.errors import CodecError, TransportError
-from ...compression.frame import Promise, frame_bytes, written_by
+from ...compression.frame import FrameSpec, frame_bytes, written_by
 from ...compression.names import AUTO, check_name, lossless
 
 PROBE_BYTES = 1 << 18  # of the message that measures a link
@@ -79,7 +79,7 @@ class Packing:
 
         Raises:  CodecError: it is damaged, or has not the shape and dtype of ``like``.
         """
-        expected = Promise(
+        expected = FrameSpec(
             tuple(like.shape), like.dtype, None, written_by(AUTO), True, masked=mask is not None, frozen=True
         )
         tensor, length, marked = decode_received(room, expected, mask=mask)
