@@ -274,7 +274,7 @@ class Saving:
             "scaler": pipe.update.scale.state(),
             "versions": pipe.plan.versions,
             "plan": pipe.plan.to_json(),
-            "seconds": {str(rank): one for rank, one in pipe.sharing.known().items()},
+            "seconds": {str(rank): one for rank, one in pipe.load_balancer.seconds.items()},
             "made_by": {"penstock": __version__, "torch": str(torch.__version__)},
             "threads": torch.get_num_threads(),
         }
