@@ -191,7 +191,7 @@ def _check_rounding(name: str, norm: Any, x: torch.Tensor) -> None:
     dtypes = {norm.running_mean.dtype, norm.running_var.dtype}
     if is_gpu(x.device) or not dense or not dtypes <= {torch.float32, torch.float64, torch.bfloat16}:
         raise StageError(
-            f"exact replicas add the running statistics of a batch norm as one process does, and how "
-            f"{name} adds them for an input of strides {x.stride()} and {x.dtype} on {x.device} is not known; take "
-            "exact=False, or one rank for its stage"
+            "exact replicas add the running statistics of a batch norm as one process does, and how "
+            f"{name} adds them for an input of strides {x.stride()} and {x.dtype} on {x.device} is not "
+            "known; take exact=False, or one rank for its stage"
         )
