@@ -136,7 +136,7 @@ DAMAGES = [
     (BIAS, lambda t: torch.masked.masked_tensor(t, t > 0), "a MaskedTensor"),
     (("model", "3.num_batches_tracked"), torch.tensor(1.5), "dtype torch.int64"),
     (("optimizer",), None, "optimizer of a state is a dict by name"),
-    (("optimizer",), lambda kept: kept | {"zz": kept["5.bias"]}, "to the optimizer .* zz is in the state only"),
+    (("optimizer",), lambda kept: kept | {"zz": kept["5.bias"]}, "the optimizer .* zz is in the state only"),
     (("optimizer_class",), "SGD", "taken from, SGD, and this is Adam"),
     (("optimizer_class",), 7, "optimizer_class of a state is a name"),
     (KEPT, GONE, "to the optimizer .* 5.bias is in this training only"),
