@@ -47,8 +47,8 @@ class Unread(TorchFunctionMode):
         if names and not only_shape:
             raise StageError(
                 "replicas add running statistics at the update, and only a module of torch.nn that is called "
-                f"may read or write them, found a layer that uses {names[0]} by itself; leave it to the module, "
-                "or take one rank for its stage"
+                f"may read or write them, found a layer that uses {names[0]} by itself; leave it to the "
+                "module, or take one rank for its stage"
             )
         return result
 
