@@ -1,7 +1,7 @@
 """Checks of a state before a byte of it is taken over; each refusal is a PlanError.
 
-A state comes from a file that others may have written. Its keys, shapes and dtypes, and the kinds of its plain
-values, are compared with those of this training; what the numbers say is not checked."""
+A state comes from a file that others may have written. Its keys, shapes and dtypes, and the kinds of its
+plain values, are compared with those of this training; what the numbers say is not checked."""
 
 from __future__ import annotations
 

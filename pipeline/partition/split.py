@@ -40,8 +40,8 @@ def split(
     if smallest == math.inf:
         return None
     limit = smallest * (100 + TOLERANCE) // 100
-    # 2. the least (weight, cost of the costliest part) up to every point: a sum and a maximum, so that under a
-    #    known limit a prefix of the best is a best prefix
+    # 2. the least (weight, cost of the costliest part) up to every point: a sum and a maximum, so that under
+    #    a known limit a prefix of the best is a best prefix
     nowhere = (math.inf, math.inf)
     best: list[tuple[float, float]] = [(0, 0), *[nowhere] * (len(points) - 1)]
     chosen: list[list[int]] = []

@@ -1,8 +1,8 @@
 """Running statistics of batch norms where each replica sees some of the micro-batches.
 
-In training a batch norm reads nothing of its running statistics. So each forward writes into zeros, with a factor
-of 1, and leaves there the mean and the variance of its micro-batch. At the update these are summed over the
-replicas, and each replica adds them to the buffers in ascending order of micro-batches, as one process would.
+In training a batch norm reads nothing of its running statistics. So each forward writes into zeros, with a
+factor of 1, and leaves there the mean and the variance of its micro-batch. At the update all replicas get
+those of all micro-batches, and each adds them to the buffers in ascending order, as one process would.
 ``add`` rounds as torch's kernels for the CPU do; where no rule is known, exact replicas refuse."""
 
 from __future__ import annotations
