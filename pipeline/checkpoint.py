@@ -147,9 +147,11 @@ class Checkpoint:
         parts, every = [], (set[str](), set[str]())
         for file in self.parts():
             notes, used = chosen(file.notes, keys, names)
-            tensors = {name: file.read(name) for name in used}
-            if streams:
-                tensors = {name: functools.partial(file.read, name) for name in used}
+            tensors: dict[str, Any] = {}
+            for name in used:
+                tensor = file.read(name)
+                tensors[name] = functools.partial(file.read, name) if streams else tensor
+                del tensor  # of a stream one is there at a time
             parts.append((notes, tensors))
             every[0].update(file.notes["keys"])
             every[1].update(file.notes["optimizer"])
