@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,41 +24,6 @@ from ..stages.tensor_file import Receipt, TensorFile, checksum, write_tensors
 from .optimizer.update import Update
 from .pipeline import Pipeline
 from .runtime.state import State, chosen, put_together
-
-
-class Unread(NamedTuple):
-    """A tensor of a file."""
-
-    file: TensorFile
-    name: str
-
-
-class OnDemand(Mapping[str, Any]):
-    """A mapping that reads a tensor anew whenever it is asked for."""
-
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        """Take ``items``, with an ``Unread`` in the place of each tensor."""
-        self._items = items
-
-    def __getitem__(self, key: str) -> Any:
-        item = self._items[key]
-        return item.file.read(item.name) if isinstance(item, Unread) else item
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-def on_demand(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with ``Unread`` tensors as one that reads them."""
-    optimizer = {
-        name: {part: OnDemand(items) for part, items in kept.items()}
-        for name, kept in state["optimizer"].items()
-    }
-    return {**state, "model": OnDemand(state["model"]), "optimizer": optimizer}
-
 
 INDEX = "index.json"
 _MOST_INDEX_BYTES = 64 << 20
@@ -92,15 +58,8 @@ class Copy:
         return self._away[name].get() if name in self._away else self.tensors[name]
 
 
-def part_name(rank: int, token: str) -> str:
-    """The file of a rank's part; ``token`` tells it from one that stands there already."""
-    return f"rank_{rank}_{token}.safetensors"
-
-
-def write_index(folder: Path, content: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
-    """Make the parts a checkpoint, in the place of one that was in ``folder``; remove parts of others.
-
-    Raises: ConfigError: the file system refuses."""
+def _write_index(folder: Path, content: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
+    """Make the parts a checkpoint, in the place of one that was in ``folder``; remove parts of others."""
     index = {"format": FORMAT, **content, "parts": list(parts)}
     with refusing(folder):
         sync(folder.parent)  # every rank saw to its part: the index names nothing that a crash can take
@@ -110,6 +69,23 @@ def write_index(folder: Path, content: Mapping[str, Any], parts: Sequence[Mappin
         if path.name not in mine:
             with contextlib.suppress(OSError):  # the next one will
                 path.unlink()
+
+
+class OnDemand(Mapping[str, Any]):
+    """A mapping of values and of functions that read a tensor anew whenever it is asked for."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        item = self._items[key]
+        return item() if callable(item) else item
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 class Checkpoint:
@@ -171,22 +147,35 @@ class Checkpoint:
         parts, every = [], (set[str](), set[str]())
         for file in self.parts():
             notes, used = chosen(file.notes, keys, names)
-            parts.append((notes, {name: _read_tensor(file, name, streams=streams) for name in used}))
+            tensors: dict[str, Any] = {}
+            for name in used:
+                tensor = file.read(name)
+                tensors[name] = functools.partial(file.read, name) if streams else tensor
+                del tensor  # of a stream one is there at a time
+            parts.append((notes, tensors))
             every[0].update(file.notes["keys"])
             every[1].update(file.notes["optimizer"])
         rest = {name: self.index[name] for name in ("scaler", "versions")}
         state = put_together(parts, sorted(keys), self.step) | rest
-        return on_demand(state) if streams else state, *every
+        if streams:
+            state["model"] = OnDemand(state["model"])
+            for kept in state["optimizer"].values():
+                kept.update({part: OnDemand(items) for part, items in kept.items()})
+        return state, *every
+
+    def shares(self) -> tuple[list[list[int]], dict[int, float]]:
+        """Return the weights by which the replicas of each stage took its micro-batches, and the smoothed
+        seconds of ranks for one, as far as the next shares depend on them."""
+        stages = self.index["plan"]["stages"]
+        listed = [stage.get("shares") or [1] * len(stage.get("ranks", [0])) for stage in stages]
+        shares = [[int(weight) for weight in weights] for weights in listed]
+        seconds = {int(rank): float(one) for rank, one in self.index.get("seconds", {}).items()}
+        return shares, {rank: one for rank, one in seconds.items() if 0 < one < math.inf}
 
     def _altered(self) -> CheckpointError:
         return CheckpointError(
             f"{self.folder / INDEX} is damaged or of another version; take an earlier checkpoint"
         )
-
-
-def _read_tensor(file: TensorFile, name: str, *, streams: bool) -> torch.Tensor | Unread:
-    tensor = file.read(name)
-    return Unread(file, name) if streams else tensor
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -236,23 +225,6 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     return found.notes
 
 
-def shares_in(found: Checkpoint) -> list[list[int]]:
-    """By what weight the replicas of each stage took its micro-batches when the checkpoint was made."""
-    stages = found.index["plan"]["stages"]
-    return [stage.get("shares") or [1] * len(stage.get("ranks", [0])) for stage in stages]
-
-
-def seconds_in(found: Checkpoint) -> dict[int, float]:
-    """The smoothed seconds of ranks for a micro-batch, on which its next shares hang, if it has them."""
-    told = found.index.get("seconds", {})
-    pairs = told.items() if isinstance(told, dict) else ()
-    return {
-        int(rank): one
-        for rank, one in pairs
-        if rank.isdecimal() and isinstance(one, float) and 0 < one < math.inf
-    }
-
-
 class Saving:
     """A checkpoint on its way: copied now, drained; then ``write``, ``agree``, ``seal`` and ``finish``.
 
@@ -274,7 +246,7 @@ class Saving:
             "scaler": pipe.update.scale.state(),
             "versions": pipe.plan.versions,
             "plan": pipe.plan.to_json(),
-            "seconds": {str(rank): one for rank, one in pipe.sharing.known().items()},
+            "seconds": {str(rank): one for rank, one in pipe.load_balancer.seconds.items()},
             "made_by": {"penstock": __version__, "torch": str(torch.__version__)},
             "threads": torch.get_num_threads(),
         }
@@ -283,7 +255,7 @@ class Saving:
             with refusing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         token = pipe.world.all_gather_json(secrets.token_hex(4))[0]
-        self._path = folder / part_name(pipe.rank, token)
+        self._path = folder / f"rank_{pipe.rank}_{token}.safetensors"  # beside one that stands there already
         if self._copy.streams:
             self.write()
 
@@ -312,7 +284,7 @@ class Saving:
         """Write the index, on rank 0; what goes wrong is raised by ``finish``."""
         try:
             if self.pipe.rank == 0:
-                write_index(self.folder, self._content, self._receipts)
+                _write_index(self.folder, self._content, self._receipts)
         except Exception as error:
             self._error = error
         self.ended = True
@@ -344,23 +316,24 @@ def _as_json(notes: Mapping[str, Any]) -> Any:
 
 def _read_part(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any, Any]:
     """Read the part of a checkpoint that this rank needs; one damaged part is refused on every rank."""
-    found, read, shares, said, cause = None, None, None, "", None
+    checkpoint, state, shares, message, cause = None, None, None, "", None
     try:
-        found = Checkpoint(folder)
-        read = found.state(*pipe.state.wanted(pipe.update), streams=pipe.update.streams)
-        shares = shares_in(found), seconds_in(found)
+        checkpoint = Checkpoint(folder)
+        state = checkpoint.state(*pipe.state.wanted(pipe.update), streams=pipe.update.streams)
+        shares = checkpoint.shares()
     except CheckpointError as error:
-        said, cause = str(error), error
+        message, cause = str(error), error
     except Exception as error:  # somebody forged it, with checksums that suit
-        said, cause = f"{folder} says what no checkpoint does ({error!r}); take an earlier one", error
-    rows = pipe.agreement.exchange("a checkpoint to load", [said, found.checksum if found else ""])
+        message, cause = f"{folder} says what no checkpoint does ({error!r}); take an earlier one", error
+    mine = [message, checkpoint.checksum if checkpoint else ""]
+    rows = pipe.agreement.exchange("a checkpoint to load", mine)
     if damage := next((theirs for theirs, _ in rows if theirs), ""):
         raise CheckpointError(damage) from cause
-    assert found is not None
+    assert checkpoint is not None
     for rank, (_, digest) in enumerate(rows):
         if digest != rows[0][1]:
             raise Disagreement(
                 f"all ranks load one checkpoint: {folder} on rank {rank} is another one than on rank 0; give "
                 "the same folder, on file systems that all of them share"
             )
-    return found, read, shares
+    return checkpoint, state, shares

@@ -61,7 +61,7 @@ from .runtime.engine import Engine
 from .runtime.gather import gather_flows, gather_reports, gather_spans
 from .runtime.guards import Guards
 from .runtime.interrupts import held
-from .runtime.load_balancing import NONE, Seconds, Shares, check_asked, sharing_of
+from .runtime.load_balancing import NONE, LoadBalancer, Seconds, Shares, check_asked
 from .runtime.materialize import Init, give_values, values_of
 from .runtime.ownership import Ownership, disk_of, make_stages, ownership
 from .runtime.process_memory import ResidentMemory, Usage, bytes_in_memory
@@ -482,18 +482,18 @@ class Pipeline:
 
         Raises:  PlanError: it means nothing, or suits another plan."""
         with self.agreement.together("sharing out micro-batches"):
-            check_asked(asked)
+            check_asked(asked, self.plan)
             (asked, *_) = self.agreement.exchange("its shares", asked)
-            self.sharing = sharing_of(asked, self.plan, alone=self.world.is_alone)
+        self.load_balancer = LoadBalancer(follows=asked is not None and not self.world.is_alone)
         self.begin_shares()
 
     def begin_shares(self, kept: Shares = (), seconds: Seconds = NONE) -> None:
         """Begin with the step that is next; ``kept``, ``seconds``: those of a checkpoint that was loaded."""
-        self._take(self.sharing.begin(self.plan, self.num_steps, kept, seconds))
+        self._take(self.load_balancer.begin(self.plan, kept, seconds))
 
     def next_shares(self, report: Report, number: int) -> None:
         """Take up the shares of the next step, behind one of ``number`` micro-batches, which is reported."""
-        self._take(self.sharing.after(self.plan, self.num_steps, number=number, seconds=report.worked))
+        self._take(self.load_balancer.after(self.plan, number=number, seconds=report.worked))
 
     def _take(self, plan: Plan) -> None:
         if plan is not self.plan:

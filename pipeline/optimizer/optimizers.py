@@ -1,13 +1,12 @@
 """Making an optimizer from what a person gives: a function of (name, parameter) pairs, as torch's take them.
 
-A pipeline has one per stage; ``optimizer_like`` makes another of the same kind, to try out what it does."""
+A pipeline has one per stage."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -80,17 +79,6 @@ def make_optimizers(
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters of a group, without what it is a group of."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def optimizer_like(
-    made: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.nn.Parameter]]]
-) -> Any:
-    """Another optimizer of the kind of ``made``, of other parameters with these hyper-parameters.
-
-    Any exception: its class takes other arguments than its defaults, or refuses the parameters."""
-    takes = inspect.signature(type(made)).parameters
-    defaults = {key: value for key, value in {**made.defaults, **groups[0][0]}.items() if key in takes}
-    return type(made)([{**settings, "params": list(some)} for settings, some in groups], **defaults)
 
 
 def state_per_byte(optimizer: Make) -> float | None:

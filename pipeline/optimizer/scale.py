@@ -7,7 +7,7 @@ Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.amp import GradScaler
@@ -15,71 +15,44 @@ from torch.amp import GradScaler
 Scaler = GradScaler | float | None
 
 
-class Scale(Protocol):
-    """Factor of the loss and divisor of its gradients; ``checks``: an overflow counts."""
-
-    checks: bool
-
-    def begin(self) -> None:
-        """Nothing is in flight: count batches and updates from 0."""
-        ...
-
-    def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
-        """Return the first gradient of the backward of a micro-batch of ``batch``."""
-        ...
-
-    def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """Divide the gradients of the next update in place; whether one of them is infinite or no number."""
-        ...
-
-    def update(self, *, overflow: bool) -> None:
-        """After an update (with ``overflow``: in its place), on every rank alike."""
-        ...
-
-    def state(self) -> dict[str, Any] | None:
-        """Return the trained state of the scale; None: it has none."""
-        ...
-
-    def load(self, state: Mapping[str, Any] | None) -> None:
-        """Take over what ``state`` returned."""
-        ...
-
-
 def scale_of(scaler: Scaler) -> Scale:
     """The scale that a person asked for; a GradScaler that is switched off stands for none."""
     if isinstance(scaler, GradScaler):
-        return Dynamic(scaler) if scaler.is_enabled() else Unscaled()
-    return Unscaled() if scaler is None else Static(scaler)
+        return Dynamic(scaler) if scaler.is_enabled() else Scale()
+    return Scale() if scaler is None else Static(scaler)
 
 
-class Unscaled:
-    """The loss as it is."""
+class Scale:
+    """Factor of the loss and divisor of its gradients; this one is 1, and infinite gradients are taken.
+
+    Attributes:
+        checks: True if an overflow skips the update."""
 
     checks = False
 
     def begin(self) -> None:
-        """Nothing is counted."""
+        """Nothing is in flight: count batches and updates from 0."""
 
     def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
-        """As it is."""
+        """Return the first gradient of the backward of a micro-batch of ``batch``, in float32 at least."""
         return weighted_loss
 
     def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """As they are, infinite ones too."""
+        """Divide the gradients of the next update in place; whether one of them is infinite or no number."""
         return False
 
     def update(self, *, overflow: bool) -> None:
-        """Nothing moves."""
+        """After an update (with ``overflow``: in its place), on every rank alike."""
 
     def state(self) -> dict[str, Any] | None:
-        """None."""
+        """Return the trained state of the scale; None: it has none."""
         return None
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """A scale that others trained with is not needed here."""
+        """Take over what ``state`` returned."""
 
 
-class Static(Unscaled):
+class Static(Scale):
     """One number for the whole training."""
 
     checks = True
@@ -88,15 +61,15 @@ class Static(Unscaled):
         self.scale = torch.tensor(float(scale))
 
     def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
-        """Times the number, in float32 at least."""
+        """Multiply by the scale."""
         return weighted_loss * self.scale
 
     def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """Divided by the number."""
+        """Divide by the scale."""
         return _unscale(gradients, self.scale)
 
 
-class Dynamic:
+class Dynamic(Scale):
     """The scale of ``scaler``, which stays the one that knows it: read before a batch, moved after an update.
 
     With double-buffered weights a batch begins before the one ahead of it updates: its scale, like its
@@ -109,16 +82,16 @@ class Dynamic:
         self.begin()
 
     def begin(self) -> None:
-        """The scale now is that after 0 updates."""
+        """Count updates from 0."""
         self.num_updates = 0
         self.after = {0: torch.tensor(self.scaler.get_scale())}
 
     def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
-        """Times the scale of its batch, in float32 at least."""
+        """Multiply by the scale."""
         return weighted_loss * self.after[max(0, batch - 1)]
 
     def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """Divided by the scale of the oldest batch that has not updated."""
+        """Divide by the scale of the oldest batch that has not updated."""
         return _unscale(gradients, self.after[max(0, self.num_updates - 1)])
 
     def update(self, *, overflow: bool) -> None:
@@ -140,11 +113,11 @@ class Dynamic:
         self.after.pop(self.num_updates - 2, None)
 
     def state(self) -> dict[str, Any]:
-        """Those of the GradScaler: numbers under its own names."""
+        """Return the numbers of the GradScaler under its own names."""
         return self.scaler.state_dict()
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Into the GradScaler that was given."""
+        """Load it into the GradScaler that was given."""
         self.scaler.load_state_dict(dict(state or {}))
         self.begin()
 

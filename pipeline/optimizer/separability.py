@@ -1,12 +1,11 @@
 """Separability of optimizers: one that updates each parameter by itself may be divided over stages or layers.
 
 Some do not: they clip by a norm over all gradients, estimate one step size for all, draw random numbers in
-turn, or count their steps. The optimizers of torch.optim are known; any other one is tried before training,
-on small parameters under the model's names: all at once, and part by part."""
+turn, or count their steps. The optimizers of torch.optim are known by name. Any other one is tried before
+training on small parameters under the model's names: all at once, and part by part."""
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import warnings
@@ -18,10 +17,11 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_flatten
 
 from ...compression.errors import PlanError
 from ...stages.tracing.verify import same_bits
-from .optimizers import Make, Named, make_optimizer, optimizer_like, random_kept, settings_of
+from .optimizers import Make, Named, make_optimizer, random_kept, settings_of
 
 SEPARABLE = frozenset(
     getattr(torch.optim, name)
@@ -31,7 +31,6 @@ SEPARABLE = frozenset(
 
 SCALES = (1e-3, 1.0, 30.0, 1e3, 1.0)
 """How large the gradients of each update of a trial are; the last has an infinite one."""
-Pairs = Sequence[tuple[str, Parameter]]
 
 
 class InTurn:
@@ -89,13 +88,12 @@ def check_separable(
         optimizer: Function that makes it.
         named: All parameters, of which only names, dtypes and shapes are read, so every rank decides alike.
         part_of: The stage of each by its name, or its turn.
-        made: Optimizers that the function made, copied where it takes no small parameters: it may look up
-            its model's own.
+        made: Optimizers that the function made.
         in_turn: One optimizer steps turn by turn; else every stage has one.
 
     Raises:
-        PlanError: It does, its function gives a parameter other settings on a stage, or somebody counts the
-            steps of turns. A warning says that it could not be tried.
+        PlanError: It does, its function gives a parameter other settings on a stage, or it has hooks, which
+            would count turns. A warning says that it could not be tried.
     """
     if hooked := next((one for one in made if in_turn and _hooks(one)), None):
         raise PlanError(
@@ -104,56 +102,45 @@ def check_separable(
         )
     if len(set(part_of.values())) < 2:
         return
-    trials: list[Callable[[], str]] = [lambda: _refusal(optimizer, named, part_of, in_turn=in_turn)]
-    trials += [functools.partial(_refusal_of_twins, one, named, in_turn=in_turn) for one in made]
-    unknown: Exception | None = None
-    with random_kept():
-        for trial in trials:
-            try:
-                refusal = trial()
-            except Exception as error:  # whatever a person's function raises for parameters it never saw
-                unknown = error
-                continue
-            if refusal:
-                raise PlanError(refusal)
-            return
-    warnings.warn(
-        f"whether the optimizer treats every parameter by itself could not be tried on small ones "
-        f"({type(unknown).__name__}: {unknown}); if it does not, a pipeline trains otherwise than the plain "
-        "loop",
-        stacklevel=3,
-    )
+    try:
+        with random_kept():
+            refusal = _refusal(optimizer, named, part_of, in_turn=in_turn)
+    except Exception as error:  # whatever a person's function raises for parameters it never saw
+        if not all(map(is_separable, made)):
+            warnings.warn(
+                "whether the optimizer treats every parameter by itself could not be tried on small ones "
+                f"({type(error).__name__}: {error}); if it does not, a pipeline trains otherwise than the "
+                "plain loop",
+                stacklevel=3,
+            )
+        return
+    if refusal:
+        raise PlanError(refusal)
 
 
-def _refusal(
-    optimizer: Make, named: Named, part_of: Mapping[str, int], *, in_turn: bool, max_size: int = 3
-) -> str:
+def _refusal(optimizer: Make, named: Named, part_of: Mapping[str, int], *, in_turn: bool) -> str:
     """Compare an optimizer part by part with one over all parameters; return the difference, "" for none."""
-    together, divided = (_stand_ins(named, max_size=max_size) for _ in range(2))
+    together, divided = _stand_ins(named), _stand_ins(named)
     joint = make_optimizer(optimizer, together)
     if joint is None:
         return ""
-    by_part: dict[int, Named] = {}
-    for pair in divided:
-        by_part.setdefault(part_of[pair[0]], []).append(pair)
-    by_part = dict(sorted(by_part.items()))  # the order of turns
-    if in_turn:
-        divided_optimizers = [(make_optimizer(optimizer, divided), divided)]
-    else:
-        divided_optimizers = [(make_optimizer(optimizer, own), own) for own in by_part.values()]
-        settings = [_settings(one, own) for one, own in divided_optimizers]
-        if message := _settings_differ(_settings(joint, together), settings):
-            return message
+    parts = [[pair for pair in divided if part_of[pair[0]] == part] for part in sorted(set(part_of.values()))]
+    pairs_of_optimizers = [divided] if in_turn else parts
+    optimizers = [(make_optimizer(optimizer, pairs), pairs) for pairs in pairs_of_optimizers]
+    # 1. settings: a parameter has the same ones in both
+    known = _settings(joint, together)
+    if message := _settings_differ(known, [_settings(one, pairs) for one, pairs in optimizers]):
+        return message
     if is_separable(joint):
         return ""
-    known = _settings(joint, together)
+    # 2. updates: a parameter, its state and its settings have the same bits in both
     tried = [name for name, p in together if name in known and p.requires_grad and p.numel()]
     expected = _outcomes(joint, joint.step, together, tried)
-    for one, own in divided_optimizers:
+    for one, pairs in optimizers:
         if one is None:
             continue
-        step = InTurn(one, [[p for _, p in part] for part in by_part.values()]).step if in_turn else one.step
-        for name, outcome in _outcomes(one, step, own, tried).items():
+        step = InTurn(one, [[p for _, p in part] for part in parts]).step if in_turn else one.step
+        for name, outcome in _outcomes(one, step, pairs, tried).items():
             if _differ(expected[name], outcome):
                 mirror = "with a mirror of the parameters " * in_turn
                 return (
@@ -165,59 +152,44 @@ def _refusal(
     return ""
 
 
-def _refusal_of_twins(made: Optimizer, named: Named, *, in_turn: bool) -> str:
-    """The same of two halves of ``made``'s own groups, whatever the function that made it takes."""
-    settings = _settings(made, named)
-    twins = [(f"{half}{name}", p) for half in "01" for name, p in named if name in settings]
-
-    def make(pairs: Named) -> Optimizer:
-        groups: dict[int, tuple[dict[str, Any], list[Parameter]]] = {}
-        for name, parameter in pairs:
-            mine = settings[name[1:]]
-            groups.setdefault(id(mine), (mine, []))[1].append(parameter)
-        return optimizer_like(made, list(groups.values()))
-
-    return _refusal(make, twins, {name: int(name[0]) for name, _ in twins}, in_turn=in_turn, max_size=32)
-
-
-def _stand_ins(named: Pairs, *, max_size: int) -> Named:
-    """Small parameters under the same names: same dtype, dimensions and wish for a gradient, sizes of at
-    most ``max_size`` to ``max_size + 2``, and never larger than they are."""
-    source, found = torch.Generator().manual_seed(0), []
+def _stand_ins(named: Named) -> Named:
+    """Small parameters under the same names: same dtype, dimensions and wish for a gradient, sizes of up to
+    3, 4 or 5."""
+    source, stand_ins = torch.Generator().manual_seed(0), []
     for place, (name, parameter) in enumerate(named):
-        limits = [max_size + place % 3] * 2 + [2] * parameter.dim()
+        limits = [3 + place % 3] * 2 + [2] * parameter.dim()
         shape = [min(size, limit) for size, limit in zip(parameter.shape, limits, strict=False)]
         value = _random(shape, parameter.dtype, source)
-        found.append((name, Parameter(value, requires_grad=parameter.requires_grad)))
-    return found
+        stand_ins.append((name, Parameter(value, requires_grad=parameter.requires_grad)))
+    return stand_ins
 
 
-def _settings(made: Optimizer | None, named: Pairs) -> dict[str, dict[str, Any]]:
-    """The hyper-parameters that each parameter has, those of one group in one dict."""
+def _settings(optimizer: Optimizer | None, named: Named) -> dict[str, dict[str, Any]]:
+    """The hyper-parameters that each parameter has."""
     names = {id(parameter): name for name, parameter in named}
-    groups = [] if made is None else made.param_groups
-    return {names[id(p)]: settings for g in groups for settings in [settings_of(g)] for p in g["params"]}
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {names[id(p)]: settings_of(group) for group in groups for p in group["params"]}
 
 
 def _settings_differ(joint: Mapping[str, Any], divided: Sequence[Mapping[str, Any]]) -> str:
     """First setting that a parameter gets by its place, or by the presence of others."""
-    found = {name: settings for one in divided for name, settings in one.items()}
+    of_parts = {name: settings for one in divided for name, settings in one.items()}
     rule = "the optimizer's function gives a parameter the same whatever others it is called with"
-    if strange := sorted(set(joint) ^ set(found)):
+    if strange := sorted(joint.keys() ^ of_parts.keys()):
         where = "with all of the model's only" if strange[0] in joint else "with those of its stage only"
         return f"{rule}, and takes {strange[0]} {where}; choose by name"
-    for name, settings in found.items():
+    for name, settings in of_parts.items():
         for key, value in settings.items():
-            if key in joint[name] and _differ(joint[name][key], value):
+            if _differ(joint[name].get(key), value):
                 return (
-                    f"{rule}, and {key} of {name} is {joint[name][key]} with all of the model's and {value} "
-                    "with those of its stage; choose it by name"
+                    f"{rule}, and {key} of {name} is {joint[name].get(key)} with all of the model's and "
+                    f"{value} with those of its stage; choose it by name"
                 )
     return ""
 
 
 def _outcomes(
-    made: Optimizer, step: Callable[[], Any], named: Pairs, tried: Sequence[str]
+    optimizer: Optimizer, step: Callable[[], Any], named: Named, tried: Sequence[str]
 ) -> dict[str, tuple[torch.Tensor, dict[str, Any], dict[str, Any]]]:
     """The parameters that are tried, with the optimizer's state and settings of them, after some updates."""
     torch.default_generator.manual_seed(0)  # those of GPUs are the person's
@@ -232,8 +204,8 @@ def _outcomes(
             if number + 1 == len(SCALES) and place == 0:
                 p.grad.view(-1)[0] = math.inf
         step()
-    settings = _settings(made, named)
-    return {name: (p, dict(made.state.get(p, {})), settings.get(name, {})) for _, name, p in mine}
+    settings = _settings(optimizer, named)
+    return {name: (p, dict(optimizer.state.get(p, {})), settings[name]) for _, name, p in mine}
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator) -> torch.Tensor:
@@ -242,13 +214,12 @@ def _random(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator) -
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """True if tensors or numbers that both hold differ."""
+    """True if tensors or numbers in these trees differ."""
+    (leaves, form), (others, other_form) = tree_flatten(a), tree_flatten(b)
+    return form != other_form or any(map(_is_other, leaves, others))
+
+
+def _is_other(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return not same_bits(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return any(_differ(a[key], b[key]) for key in a if key in b)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) != len(b) or any(map(_differ, a, b))
-    if isinstance(a, bool | int | float) and isinstance(b, bool | int | float):
-        return a != b and not (math.isnan(a) and math.isnan(b))
-    return False
+    return isinstance(a, int | float) and isinstance(b, int | float) and a != b and (a == a or b == b)

@@ -1,10 +1,11 @@
 """Checks of a state before a byte of it is taken over; each refusal is a PlanError.
 
-A state comes from a file that others may have written, so nothing of it is trusted to have the keys, the
-shapes and the dtypes that ``state_dict`` gave it."""
+A state comes from a file that others may have written. Its keys, shapes and dtypes, and the kinds of its
+plain values, are compared with those of this training; what the numbers say is not checked."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from ...compression.errors import PlanError
 from ...stages.device import CPU
 from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.tracing.verify import same_bits
-from .optimizers import optimizer_like, random_kept, settings_of
+from .optimizers import random_kept, settings_of
 from .separability import SEPARABLE
 
 OURS = "take it from state_dict of the same training"
@@ -31,14 +32,9 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def is_number(value: object) -> bool:
-    """True for a real number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_count(value: object) -> bool:
-    """True for a whole number from 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def kind_of(value: object) -> str:
+    """Name a value's kind in a refusal."""
+    return type(value).__name__
 
 
 def check_like(where: str, ours: object, theirs: Any) -> None:
@@ -62,13 +58,17 @@ def check_like(where: str, ours: object, theirs: Any) -> None:
 
 
 def _is_alike(ours: object, theirs: object) -> bool:
+    if _is_number(ours):
+        return _is_number(theirs) and not math.isnan(theirs)  # type: ignore[arg-type]
     if ours is None or theirs is None:
         return is_plain(theirs)
-    if is_number(ours):
-        return is_number(theirs) and not math.isnan(theirs)  # type: ignore[arg-type]
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
-        return isinstance(ours, list) or len(ours) == len(theirs)  # JSON has no tuples
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):  # JSON has no tuples
+        return is_plain(theirs) and (isinstance(ours, list) or len(ours) == len(theirs))
     return type(ours) is type(theirs)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_real(where: str, found: object) -> None:
@@ -81,11 +81,6 @@ def check_real(where: str, found: object) -> None:
             strange = "a meta tensor" if found.is_meta else "a sparse or quantised one"
     if strange:
         raise PlanError(f"{where} of a state is a dense tensor, found {strange}; {OURS}")
-
-
-def kind_of(value: object) -> str:
-    """Name a value's kind in a refusal."""
-    return type(value).__name__
 
 
 def check_parts(state: object) -> Mapping[str, Any]:
@@ -105,7 +100,7 @@ def check_parts(state: object) -> Mapping[str, Any]:
     for part in ("model", "optimizer"):
         if not isinstance(state[part], Mapping):
             raise PlanError(f"{part} of a state is a dict by name, found {kind_of(state[part])}; {OURS}")
-    if not is_count(state["step"]):
+    if type(state["step"]) is not int or state["step"] < 0:
         raise PlanError(
             f"step of a state is a whole number from 0, found {kind_of(state['step'])} "
             f"{state['step']!r:.40}; {OURS}"
@@ -113,10 +108,11 @@ def check_parts(state: object) -> Mapping[str, Any]:
     return state
 
 
-def check_keys(found: Collection[str], expected: Collection[str]) -> None:
-    """The model has the tensors that the state has."""
-    if strange := sorted(map(str, set(expected) ^ set(found))):
-        raise PlanError(f"a state belongs to the model it was taken from; {strange[0]} is not in both")
+def check_names(what: str, theirs: Collection[str], ours: Collection[str]) -> None:
+    """Refuse other tensors of the model, or other parameters of the optimizers of all ranks, than ours."""
+    if strange := sorted(map(str, set(ours) ^ set(theirs))):
+        where = "this training" if strange[0] in ours else "the state"
+        raise PlanError(f"a state belongs to the {what} it was taken from; {strange[0]} is in {where} only")
 
 
 def check_model(
@@ -135,57 +131,12 @@ def check_model(
             )
 
 
-def check_names(found: Collection[str], expected: set[str]) -> None:
-    """The optimizers of all ranks have the parameters that the state has something of."""
-    if strange := sorted(map(str, expected ^ set(found))):
-        where = "the optimizer" if strange[0] in expected else "the state"
-        raise PlanError(
-            f"a state belongs to the optimizer it was taken from; {strange[0]} is a parameter of {where} only"
-        )
-
-
-def check_scheduler(ours: Mapping[str, Any] | None, theirs: object) -> None:
-    """The state of a scheduler; without one here (None) it may be any scheduler's."""
+def check_part(what: str, ours: Mapping[str, Any] | None, theirs: object) -> None:
+    """Check the state of the scheduler or the GradScaler; without one here (None) it may be any."""
     if theirs is None and ours is not None:
-        raise PlanError("this pipeline has a scheduler and the state has none; load it without a scheduler")
-    if theirs is None:
-        return
-    is_course = isinstance(theirs, Mapping) and not {"last_epoch", "_schedulers"}.isdisjoint(theirs)
-    if not isinstance(theirs, Mapping) or not is_course or not is_plain(dict(theirs)):
-        found = f" with {', '.join(map(str, theirs))}" if isinstance(theirs, Mapping) else ""
-        raise PlanError(
-            f"scheduler of a state is a dict with last_epoch, found {kind_of(theirs)}{found}; {OURS}"
-        )
-    for key in ("last_epoch", "_step_count"):
-        if key in theirs and not (is_count(theirs[key]) or theirs[key] == -1):
-            raise PlanError(f"{key} of the scheduler is a whole number, found {theirs[key]!r:.40}; {OURS}")
+        raise PlanError(f"this pipeline has a {what} and the state has none; load it without a {what}")
     if ours is not None:
-        check_like("the scheduler", ours, theirs)
-
-
-def check_scaler(theirs: object, *, needed: bool) -> None:
-    """The numbers of a GradScaler, in the ranges that its constructor takes."""
-    if theirs is None and needed:
-        raise PlanError(
-            "this pipeline has a GradScaler and the state has none; load it with scaler=None or a number"
-        )
-    if theirs is None:
-        return
-    ranges = {
-        "scale": lambda n: 0 < n < math.inf,
-        "growth_factor": lambda n: 1 < n < math.inf,
-        "backoff_factor": lambda n: 0 < n < 1,
-        "growth_interval": lambda n: is_count(n) and n > 0,
-        "_growth_tracker": is_count,
-    }
-    if not isinstance(theirs, Mapping) or set(theirs) != set(ranges):
-        raise PlanError(
-            f"scaler of a state is a dict with {', '.join(ranges)}, found {kind_of(theirs)}"
-            f"{' with ' + ', '.join(map(str, theirs)) if isinstance(theirs, Mapping) else ''}; {OURS}"
-        )
-    for key, fits in ranges.items():
-        if not is_number(theirs[key]) or not fits(theirs[key]):
-            raise PlanError(f"{key} of the scaler is out of its range, found {theirs[key]!r:.40}; {OURS}")
+        check_like(f"the {what}", ours, theirs)
 
 
 def saved_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,18 +152,12 @@ def check_kept(name: str, kept: object) -> None:
             f"the optimizer of a state has two dicts for {name}, state and group, found "
             f"{' and '.join(map(kind_of, parts))}; {OURS}"
         )
-    for part in ("state", "group"):
-        for key, value in kept[part].items():
-            where = f"{key} of {name} in the optimizer"
-            if isinstance(value, torch.Tensor):
-                check_real(where, value)
-            elif not isinstance(key, str) or not is_plain(value):
-                raise PlanError(f"{where} is a tensor or a plain value, found {kind_of(value)}; {OURS}")
-    steps = kept["state"].get("step", 0)
-    if isinstance(steps, torch.Tensor) and steps.numel() == 1 and not steps.is_complex():
-        steps = steps.item()
-    if isinstance(steps, float | int) and not 0 <= steps < math.inf:
-        raise PlanError(f"step of {name} in the optimizer is a number from 0, found {steps}; {OURS}")
+    for key, value in (*kept["state"].items(), *kept["group"].items()):
+        where = f"{key} of {name} in the optimizer"
+        if isinstance(value, torch.Tensor):
+            check_real(where, value)
+        elif not isinstance(key, str) or not is_plain(value):
+            raise PlanError(f"{where} is a tensor or a plain value, found {kind_of(value)}; {OURS}")
 
 
 def check_optimizer(
@@ -228,7 +173,7 @@ def check_optimizer(
         state: Its parts ``optimizer_class``, ``optimizer`` and ``scheduler`` are read.
         made: The optimizer.
         names: Name of every parameter by identity.
-        away: Memory of each parameter that is not near, by identity.
+        away: Memory of each offloaded parameter, by identity.
 
     Raises:
         PlanError: Keys, shapes, dtypes or kinds of values differ.
@@ -241,50 +186,51 @@ def check_optimizer(
         )
     known: dict[object, list[dict[str, Any]]] = {}
     for group in made.param_groups:
-        mine = {names[id(p)]: away[id(p)].like if id(p) in away else p for p in group["params"]}
-        found = {name: state["optimizer"][name] for name in mine if name in state["optimizer"]}
-        for name, kept in found.items():  # what is missing all ranks find together
-            first = next(iter(found.values()))["group"]
+        ours = {k: _number(v) for k, v in saved_settings(group).items()}
+        first = ""
+        for p in group["params"]:
+            name, like = names[id(p)], away[id(p)].like if id(p) in away else p
+            if (kept := state["optimizer"].get(name)) is None:
+                continue  # all ranks together find what is missing
             where = f"{name} in the optimizer"
-            ours = {k: _number(v) for k, v in saved_settings(group).items()}
+            # 1. the hyper-parameters, in which a scheduler may have left numbers
             theirs = {k: _number(v) for k, v in kept["group"].items()}
-            if state.get("scheduler") is not None:  # it leaves numbers in the groups
-                theirs = {k: v for k, v in theirs.items() if k in ours or not is_number(v)}
+            if state.get("scheduler") is not None:
+                theirs = {k: v for k, v in theirs.items() if k in ours or not _is_number(v)}
             check_like(where, ours, theirs)
-            if _text(first) != _text(kept["group"]):
+            text = repr(sorted(theirs.items()))
+            first = first or text
+            if text != first:
                 raise PlanError(
                     f"the optimizer has {name} in one group with others, and the state has other "
                     "hyper-parameters for it; make the groups as in the training it was taken from"
                 )
-            settings, like = {**settings_of(group), **first}, mine[name]
-            key = (tuple(like.shape), like.dtype, repr(settings))
+            # 2. the entries: none is from before the first update
+            key = like.shape, like.dtype, text
             if key not in known:
-                known[key] = _entries(made, like, settings)
-            if known[key] and (kept["state"] or known[key][0]):  # none is from before the first update
-                entries = dict(known[key][-1])
+                known[key] = _entries(made, like, {**settings_of(group), **kept["group"]})
+            if known[key] and (kept["state"] or known[key][0]):
+                entries = known[key][-1]
                 if type(made) not in SEPARABLE:  # it may keep more after a few updates
                     entries = {k: v for k, v in kept["state"].items() if k not in entries} | entries
                 check_like(where, entries, kept["state"])
 
 
 def _entries(made: Optimizer, like: torch.Tensor, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Entries that a copy of ``made`` keeps of such a parameter, before and after its first update; [] if
-    unknown.
+    """Entries that a copy of ``made`` keeps of such a parameter, before and after its first update; none if
+    it cannot be copied.
     """
+    takes = inspect.signature(type(made)).parameters
+    defaults = {key: value for key, value in {**made.defaults, **settings}.items() if key in takes}
     for device in ("meta", CPU):
         parameter = torch.nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=device))
         try:
             with random_kept():
-                copy = optimizer_like(made, [(settings, [parameter])])
+                copy: Any = type(made)([{**settings, "params": [parameter]}], **defaults)
                 before = dict(copy.state.get(parameter, {}))
                 parameter.grad = torch.ones_like(parameter)
                 copy.step()
                 return [before, dict(copy.state.get(parameter, {}))]
-        except ValueError as error:
-            if type(made) in SEPARABLE:  # torch says so of what is out of its range
-                raise PlanError(
-                    f"{type(made).__name__} refuses the hyper-parameters of a state: {error}; {OURS}"
-                ) from error
         except Exception:  # a rule that reads values fails on meta, a class may take other arguments
             continue
     return []
@@ -294,8 +240,3 @@ def _number(value: Any) -> Any:
     """A tensor of one real number as that number: a learning rate may be either."""
     real = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
     return value.item() if real else value
-
-
-def _text(settings: Mapping[str, Any]) -> str:
-    plain = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
-    return repr(sorted(plain.items()))

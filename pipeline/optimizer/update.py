@@ -22,7 +22,7 @@ from .clip import clip_together
 from .optimizers import Make, Named, make_optimizers
 from .scale import Scaler, scale_of
 from .shared_scheduler import MakeScheduler, SharedScheduler
-from .state_checks import check_kept, check_optimizer, check_scaler, check_scheduler, saved_settings
+from .state_checks import check_kept, check_optimizer, check_part, saved_settings
 
 SCOPES = ("global", "stage")
 Has = Callable[[int], bool]  # whether a turn has the tensor with this identity
@@ -193,8 +193,8 @@ class Update:
             check_kept(name, kept)
         for optimizer in self.optimizers.values():
             check_optimizer(state, optimizer, self.names, away=self.offloaded())
-        check_scheduler(self.scheduler and self.scheduler.state(), state.get("scheduler"))
-        check_scaler(state.get("scaler"), needed=self.scale.state() is not None)
+        check_part("scheduler", self.scheduler and self.scheduler.state(), state.get("scheduler"))
+        check_part("GradScaler", self.scale.state(), state.get("scaler"))
 
     def turns(self, *, at_once: bool) -> Iterator[Has]:
         """Turns in which tensors are near to be written; yields what tells them by identity, each once.

@@ -7,7 +7,6 @@ Source: Narayanan et al., PipeDream, SOSP 2019, section 3.1 (the slowest stage i
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise, product
 from math import comb
@@ -34,33 +33,20 @@ def shortest(cut: Cut, asked: dict[str, Any], *, stages: Sequence[int]) -> Plan:
              stages: how many there may be.
     Raises:  PlanError: no division suits; of several that do not fit, the one that asks for the least."""
     check_replicated("replicas=auto", schedule=asked["schedule"], weights=asked["weights"])
-    number, ranks, idle = (asked[name] for name in ("stages", "ranks", "idle"))
+    ranks, idle, micro_batches = (asked[name] for name in ("ranks", "idle", "micro_batches"))
     rest = {name: value for name, value in asked.items() if name not in DIVIDED}
-    plan = _shortest(
-        functools.partial(cut, **rest),
-        ranks=ranks,
-        stages=stages,
-        micro_batches=asked["micro_batches"],
-        idle=idle,
-    )
-    cuts = tuple(asked["cuts"]) if asked["cuts"] else None
-    said = Asked(stages=number, ranks=ranks, cuts=cuts, divided="auto, idle" if idle else "auto")
-    return dataclasses.replace(plan, asked=said)
-
-
-def _shortest(cut: Cut, *, ranks: int, stages: Sequence[int], micro_batches: int, idle: bool) -> Plan:
     used = range(1, ranks + 1) if idle else [ranks]
-    found: list[tuple[tuple[float, ...], Plan]] = []
+    plans: list[Plan] = []
     refused: list[PlanError] = []
 
     def tried(counts: Sequence[int]) -> Plan | None:
         try:
-            plan = cut(replicas=list(counts))
+            plan = cut(replicas=list(counts), **rest)
         except PlanError as error:
             refused.append(error)
             return None
         if plan.num_ranks in used:
-            found.append((_rank(plan), plan))
+            plans.append(plan)
         return plan
 
     if sum(comb(total - 1, number - 1) for total in used for number in stages) <= MOST:
@@ -70,8 +56,11 @@ def _shortest(cut: Cut, *, ranks: int, stages: Sequence[int], micro_batches: int
     else:
         for number in stages:
             _walk(tried, [1] * number, ranks=ranks, most=micro_batches)
-    if found:
-        return min(found, key=lambda pair: pair[0])[1]
+    if plans:
+        cuts = tuple(asked["cuts"]) if asked["cuts"] else None
+        divided = "auto, idle" if idle else "auto"
+        request = Asked(stages=asked["stages"], ranks=ranks, cuts=cuts, divided=divided)
+        return dataclasses.replace(min(plans, key=_rank), asked=request)
     if small := [error for error in refused if isinstance(error, TooSmall)]:
         raise min(small, key=lambda error: error.needed)
     if refused:

@@ -168,6 +168,7 @@ def partition(
         ScheduleError: the schedule is not known, or does not suit the counts. CodecError: no such codec.
     """
     asked_for = dict(locals())  # ahead of any other name
+    # 1. what the request leaves open: tiers and replicas are searched by calls of this function
     check_arguments(profile, codec, extra_in_flight, optimizer_state)
     open_ = {name: asked_for.pop(name) for name in ("memory", "tier", "parameters_tier", "recompute")}
     if is_open(memory=memory, tier=tier, parameters_tier=parameters_tier):
@@ -178,6 +179,7 @@ def partition(
     if replicas == AUTO:
         numbers = stage_counts(stages, given, ranks, most=len(allowed_cuts(profile)) + 1)
         return shortest(partition, {**asked_for, **open_}, stages=numbers)
+    # 2. numbers of stages, ranks and replicas, and the places to cut
     several: tuple[int, ...] | None = None
     weighed: tuple[tuple[int, ...], ...] = ()
     asked = {"stages": stages, "ranks": ranks, "cuts": tuple(cuts) if cuts else None}
@@ -192,6 +194,7 @@ def partition(
     fixed = None
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
+    # 3. the schedule's programs, which say what each rank holds at once
     extra = extra_in_flight if isinstance(extra_in_flight, int) else 0
     held: Any = {"tier": tier, "weights_tier": weights_tier, "parameters_tier": parameters_tier}
     if streams(schedule, weights):  # every stage of a rank runs at its own time, so the first one counts
@@ -218,6 +221,7 @@ def partition(
             for (number, old), more, state in zip(counts, exchanged, states, strict=True)
         ]
 
+    # 4. the exact search
     costs = Costs(
         profile,
         copies=there(make(extra_in_flight=extra)),
@@ -228,10 +232,12 @@ def partition(
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]
+    # 5. what memory is left over: micro-batches in flight, resident parameters
     most = extra
     if extra_in_flight == AUTO:
         most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
     staying = costs.staying(spans, there(make(extra_in_flight=most)))
+    # 6. the plan
     known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves", "graph")
     made = Plan(
         stages=tuple(

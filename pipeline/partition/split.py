@@ -35,12 +35,13 @@ def split(
         grows: whether a cost never falls when its part grows, so that longer ones need no look.
     Returns: the chosen positions ascending, both ends included, or None where nothing is allowed.
     """
+    # 1. the smallest limit that some split keeps, and the tolerance over it
     smallest = smallest_limit(points, parts=parts, span=span, edge=edge, grows=grows)
     if smallest == math.inf:
         return None
     limit = smallest * (100 + TOLERANCE) // 100
-    # The least (weight, cost of the costliest part) up to every point: a sum and a maximum, so that under a
-    # known limit a prefix of the best is a best prefix.
+    # 2. the least (weight, cost of the costliest part) up to every point: a sum and a maximum, so that under
+    #    a known limit a prefix of the best is a best prefix
     nowhere = (math.inf, math.inf)
     best: list[tuple[float, float]] = [(0, 0), *[nowhere] * (len(points) - 1)]
     chosen: list[list[int]] = []
@@ -62,6 +63,7 @@ def split(
                     found[end], before[end] = one, start
         best = found
         chosen.append(before)
+    # 3. back from the last point along the chosen starts
     ends = [len(points) - 1]
     for before in reversed(chosen):
         ends.append(before[ends[-1]])

@@ -181,7 +181,7 @@ def loader(
 def _split(pipe: Pipeline) -> tuple[bool, ...]:
     """For each micro-batch, True if this rank reads its inputs; empty where no rank reads a part of them, or
     the parts are not known ahead."""
-    if pipe.plan.replicas[0] == 1 or pipe.sharing.follows:
+    if pipe.plan.replicas[0] == 1 or pipe.load_balancer.follows:
         return ()
     return tuple(pipe.reads(micro_batch) for micro_batch in range(pipe.plan.micro_batches))
 
@@ -274,12 +274,11 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
             Asked(pipe, kept.now) as asked,
             contextlib.closing(loads) as batches,
-            SharesLog(pipe, folder.shares if first else None, tell=tell) as shares,
         ):
             metrics.totals.load(notes.get("totals"))
             kept.notes = lambda: {"config": options, "totals": vars(metrics.totals)}
             see = [metrics.add, progress.step, foretell(plan, tell), loggers.step, kept.after, asked.after]
-            see.append(shares.after)
+            see.append(SharesLog(pipe, folder.shares if first else None, tell=tell).after)
             more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
             test = run_epochs(pipe, plan, config, ahead, batches, **more)
     pipe.drain()

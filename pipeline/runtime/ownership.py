@@ -27,7 +27,7 @@ from ...stages.stage.stage import Stage
 from ...stages.tracing.aliases import shared_memory_reason
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.tracer import LayerGraph
-from ...stages.weight_versions.stashing import versions_of
+from ...stages.weight_versions.versions import versions_of
 from ..distributed.process_group import World
 from ..optimizer.flat import owners_of
 from ..optimizer.optimizers import Named

@@ -26,7 +26,7 @@ from ..optimizer.flat import FlatGradients
 from ..schedules.instruction import Op
 from .gradient_buckets import Slices
 from .ownership import Ownership
-from .running_statistics import BUFFERS, RunningStatistics, batch_norms, inside, norms_of
+from .running_statistics import BUFFERS, RunningStatistics, batch_norms, norms_of
 from .step_planner import Step
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -166,9 +166,7 @@ class Replicas:
             for s in several
         }
         self.slices = {s: Slices(flat, self.groups[s]) for s, flat in self.flats.items()}
-        self.statistics = {
-            s: RunningStatistics(norms_of(stages[s]), inside=inside(stages[s])) for s in several
-        }
+        self.statistics = {s: RunningStatistics(*norms_of(stages[s]), exact=plan.exact) for s in several}
         self.keeps = bool(several) and plan.exact
         self.updates = dict.fromkeys(several, 0)
         self.number, self.last = 0, dict[int, int | None]()
@@ -229,7 +227,7 @@ class Replicas:
             self.has[stage] = flat.has()
             self.like[stage] = [parameter.grad for _, parameter in flat.named]
         sums = self._in_order(stage) if self.keeps else self.slices[stage].sums()
-        self.statistics[stage].exchange(group, self.holders(stage))
+        self.statistics[stage].exchange(group, self.number)
         if flat.named:
             told = torch.stack([self.has[stage], *trained(flat.named)])
             group.largest(told, at="which gradients there are")

@@ -17,7 +17,7 @@ from ...stages.stage.stage import Stage
 from ...stages.tracing.layers import is_local
 from ...stages.tracing.tracer import LayerGraph
 from ..distributed.process_group import World
-from ..optimizer.state_checks import check_keys, check_model, check_names, check_parts, is_plain, kind_of
+from ..optimizer.state_checks import check_model, check_names, check_parts, is_plain, kind_of
 from ..optimizer.update import Has, Update
 from .arguments import check_versions_of
 from .ownership import Ownership
@@ -134,7 +134,7 @@ class State:
         try:
             parts = check_parts(state)
             check_versions_of(parts, plan)
-            check_keys(*((parts["model"], self.keys) if keys is None else (keys, self.expected)))
+            check_names("model", *((parts["model"], self.keys) if keys is None else (keys, self.expected)))
             mine = {key: self.expected[key] for key in (self.keys if keys is None else self.held)}
             check_model(parts["model"], mine, {k: v for k, v in self.shared.items() if k in mine})
             with update.resident() if keys is None else contextlib.nullcontext():  # a person's may be these
@@ -151,7 +151,11 @@ class State:
         Args:   names: of all parameters of the optimizers, where the parts have only what is ``wanted`` here.
         Raises: PlanError, on every rank: they have something of other parameters than all ranks together."""
         ours = self.world.all_gather_json([update.names[id(p)] for p in update.tensors()])
-        check_names(parts["optimizer"] if names is None else names, {name for some in ours for name in some})
+        check_names(
+            "optimizer",
+            parts["optimizer"] if names is None else names,
+            {name for some in ours for name in some},
+        )
         for has in update.turns(at_once=names is None):
             update.load_kept(parts["optimizer"], has=has)
             self._copy(parts["model"], has=has)

@@ -2,7 +2,7 @@
 
 A policy is a version rule (a row of ``POLICIES``), a predictor or none, and a tier where idle versions wait.
 The rows say which schedule they suit as well, so nothing here imports torch: what does not fit is refused
-before anybody waits for it. ``versions.py`` and ``stashing.py`` do what a policy says."""
+before anybody waits for it. ``versions.py`` does what a policy says."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path):
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_as_a_state_is(tmp_path):
     interrupted(SMALL, tmp_path)
     for other, said in (
-        ({"model": "gpt_relu"}, "a state belongs to the model it was taken from; .* is not in both"),
+        ({"model": "gpt_relu"}, "a state belongs to the model it was taken from; .* is in the state only"),
         ({"optimizer": "sgd"}, "a state belongs to the optimizer it was taken from, AdamW, and this is"),
         ({"scaler": (1024.0, 2)}, "this pipeline has a GradScaler and the state has none"),
     ):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from penstock.stages.weight_versions.policies import policy_named
-from penstock.stages.weight_versions.stashing import versions_of
+from penstock.stages.weight_versions.versions import versions_of
 
 NUM_STAGES, MICRO_BATCHES, BATCHES = 4, 4, 4
 ASYNCHRONOUS = [  # policy and prediction

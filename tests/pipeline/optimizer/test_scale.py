@@ -13,7 +13,7 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.pipeline.optimizer.scale import Static, Unscaled, scale_of
+from penstock.pipeline.optimizer.scale import Scale, Static, scale_of
 
 HUGE = (2.0**125, 2)  # the first step overflows, and again each time that two went well
 DRAINED = 5  # steps of nine
@@ -113,8 +113,8 @@ def test_double_buffered_weights_have_a_global_clip_and_a_moving_scale():
 
 
 def test_a_scaler_that_is_switched_off_is_none():
-    assert isinstance(scale_of(torch.amp.GradScaler("cpu", enabled=False)), Unscaled)
-    assert isinstance(scale_of(None), Unscaled)
+    assert isinstance(scale_of(torch.amp.GradScaler("cpu", enabled=False)), Scale)
+    assert isinstance(scale_of(None), Scale)
     assert isinstance(scale_of(2.0), Static)
     pipe, batch = pipeline(torch.amp.GradScaler("cpu", enabled=False))
     assert pipe.step(*batch).loss == pipeline(None)[0].step(*batch).loss

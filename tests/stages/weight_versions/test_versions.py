@@ -6,10 +6,9 @@ from chain import ASYNCHRONOUS, BATCHES, MICRO_BATCHES, NUM_STAGES, Chain, batch
 from replay import version_of
 from torch import nn
 
-from penstock.stages.weight_versions import stashing
+from penstock.stages.weight_versions import versions
 from penstock.stages.weight_versions.policies import policy_named
-from penstock.stages.weight_versions.stashing import versions_of
-from penstock.stages.weight_versions.versions import copy_of
+from penstock.stages.weight_versions.versions import copy_of, versions_of
 
 NUM = BATCHES * MICRO_BATCHES
 
@@ -104,7 +103,7 @@ def test_a_version_is_in_memory_only_inside_a_block():
 
 def test_a_version_is_asked_for_ahead_of_its_block(monkeypatch):
     weights, asked = driven(nn.Parameter(torch.zeros(4096))), []
-    assert isinstance(weights, stashing.WeightStashing)
+    assert isinstance(weights, versions.WeightStashing)
     monkeypatch.setattr(weights.store, "fetch", asked.append)
     weights.fetch(3)
     assert len(asked) == 1
@@ -136,7 +135,7 @@ def test_memory_that_a_person_may_look_into_is_never_freed():
 
 def test_a_stage_alone_never_keeps_three_versions_of_double_buffered_weights(monkeypatch):
     copied = []
-    monkeypatch.setattr(stashing, "copy_of", lambda tensor: copied.append(0) or copy_of(tensor))
+    monkeypatch.setattr(versions, "copy_of", lambda tensor: copied.append(0) or copy_of(tensor))
     policy = policy_named("double_buffered", schedule="1f1b")
     parameter = nn.Parameter(torch.zeros(8))
     weights = versions_of(policy, [parameter], stage=0, num_stages=1)

@@ -12,8 +12,7 @@ from penstock import PlanError
 from penstock.compression.errors import StageError
 from penstock.stages.memory import saved_tensor_hooks
 from penstock.stages.weight_versions.policies import policy_named
-from penstock.stages.weight_versions.stashing import versions_of
-from penstock.stages.weight_versions.versions import WeightVersions
+from penstock.stages.weight_versions.versions import WeightVersions, versions_of
 
 
 def test_memory_that_a_parameter_has_left_is_not_taken_for_a_parameter():
