@@ -60,7 +60,7 @@ from .runtime.device_placement import Given, check_devices, rank_device, spread,
 from .runtime.engine import Engine
 from .runtime.gather import gather_flows, gather_reports, gather_spans
 from .runtime.guards import Guards
-from .runtime.interrupts import held
+from .runtime.failures import held
 from .runtime.load_balancing import NONE, Seconds, Shares, check_asked, sharing_of
 from .runtime.materialize import Init, give_values, values_of
 from .runtime.ownership import Ownership, disk_of, make_stages, ownership

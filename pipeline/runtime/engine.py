@@ -28,7 +28,7 @@ from .batches import Loss, MicroBatch, check_loss_uses_outputs_only, mean_loss
 from .device_frames import frames_of
 from .failures import Failures, place
 from .guards import Guards
-from .interrupts import Interrupts
+from .failures import Interrupts
 from .replicas import Replicas
 from .step_planner import Step
 
