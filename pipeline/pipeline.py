@@ -58,7 +58,7 @@ from .runtime.auto_codec import policy_named
 from .runtime.batches import joined, micro_batches, total_loss
 from .runtime.device_placement import Given, check_devices, rank_device, spread, stage_devices
 from .runtime.engine import Engine
-from .runtime.gather import gather_flows, gather_reports, gather_spans
+from .runtime.report import gather_flows, gather_reports, gather_spans
 from .runtime.guards import Guards
 from .runtime.failures import held
 from .runtime.load_balancing import NONE, Seconds, Shares, check_asked, sharing_of
