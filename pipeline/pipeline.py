@@ -64,7 +64,7 @@ from .runtime.failures import held
 from .runtime.load_balancing import NONE, Seconds, Shares, check_asked, sharing_of
 from .runtime.materialize import Init, give_values, values_of
 from .runtime.ownership import Ownership, disk_of, make_stages, ownership
-from .runtime.process_memory import ResidentMemory, Usage, bytes_in_memory
+from .runtime.meter import ResidentMemory, Usage, bytes_in_memory
 from .runtime.replicas import Replicas, check_outputs, check_replicated
 from .runtime.report import Report, described
 from .runtime.state import State
