@@ -69,7 +69,7 @@ from .runtime.replicas import Replicas, check_outputs, check_replicated
 from .runtime.report import Report, described
 from .runtime.state import State
 from .runtime.step_planner import Step, Steps, SynchronousFeed
-from .runtime.stream import StreamFeed
+from .runtime.step_planner import StreamFeed
 from .schedules.span import Span
 
 
