@@ -15,7 +15,7 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ..pipeline.distributed.signals import SAME_SECONDS, Stopped
+from ..pipeline.distributed.processes import SAME_SECONDS, Stopped
 
 if TYPE_CHECKING:
     from ..pipeline.run.run_folder import RunFolder

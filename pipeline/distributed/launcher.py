@@ -20,7 +20,7 @@ from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
 from .processes import StartProcess, run_together, start_process
-from .signals import Stopped
+from .processes import Stopped
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

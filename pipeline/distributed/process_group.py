@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from ...compression.errors import PlanError, TransportError
 from ...stages.device import Device
-from .signals import heard
+from .processes import heard
 from .thread_group import ThreadGroup
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from ...compression.errors import ConfigError, Disagreement, PenstockError, Tran
 from .failure import cause, leave, read_failures
 from .process_group import MOMENT, World
 from .processes import Ends
-from .signals import Stopped, heard
+from .processes import Stopped, heard
 from .thread_group import Post, ThreadGroup
 
 # Each method of a ProcessGroup has several forms; ours is the one that torch.distributed calls.
