@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from ...compression.errors import StageError
 from ...stages.stage.stage import Stage
 from ...stages.tracing.leaf_modules import is_compiled
-from ..distributed.replica_group import ReplicaGroup
+from ..distributed.process_group import ReplicaGroup
 
 T = TypeVar("T")
 
