@@ -70,7 +70,7 @@ from .runtime.report import Report, described
 from .runtime.state import State
 from .runtime.step_planner import Step, Steps, SynchronousFeed
 from .runtime.step_planner import StreamFeed
-from .schedules.span import Span
+from .schedules.instruction import Span
 
 
 class Pipeline:

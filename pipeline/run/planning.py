@@ -36,7 +36,7 @@ from ..optimizer.optimizers import state_per_byte
 from ..partition.choose import bytes_of_share
 from ..partition.partition import partition
 from ..schedules.simulate import simulate_spans
-from ..schedules.span import Span
+from ..schedules.instruction import Span
 from . import build, console, determinism
 from .build import is_bare
 from .determinism import place

@@ -21,7 +21,7 @@ from ..distributed.transport import measured_rates
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Flow, Message, StepMessages
 from ..schedules.simulate import step_seconds
-from ..schedules.span import Span
+from ..schedules.instruction import Span
 
 Named = Mapping[tuple[str, str, int], str]  # a plan's: by value, way and stage, as a flow begins
 

@@ -12,7 +12,7 @@ from ...compression.buffers import Frame
 from ...stages.stage.stage import Stage
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import Flow, Message
-from ..schedules.span import Span
+from ..schedules.instruction import Span
 from .report import StageReport
 from .step_planner import Step
 import contextlib

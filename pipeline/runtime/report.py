@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from ..distributed.process_group import World
 from ..schedules.messages import Flow
-from ..schedules.span import Span
+from ..schedules.instruction import Span
 from .auto_codec import Policy
 
 if TYPE_CHECKING:

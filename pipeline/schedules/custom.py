@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...compression.errors import ScheduleError
-from .instruction import Instruction, parse, parse_program, show
+from .instruction import (Instruction, parse, parse_program, show)
 from .unit import check_counts
 
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")  # torch may run these side by side; here one by one

@@ -15,7 +15,7 @@ from ...stages.plan.plan import Plan
 from .instruction import Instruction, Op, parse
 from .live import Programs
 from .messages import Message, StepMessages
-from .span import Span, bubbles
+from .instruction import Span, bubbles
 
 EXCHANGE_RATE = 1e9  # bytes per second that are copied, or passed on one machine: seen of 44 MB between two
 _FLOAT = 4  # bytes of a parameter: a plan knows their number

@@ -39,7 +39,7 @@ from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.schedules.instruction import Instruction
 from penstock.pipeline.schedules.messages import Message, StepMessages
 from penstock.pipeline.schedules.simulate import durations, simulate
-from penstock.pipeline.schedules.span import Span
+from penstock.pipeline.schedules.instruction import Span
 from penstock.stages.plan.plan import Plan
 from penstock.stages.profiling.measure import measure
 from penstock.stages.tracing.tracer import trace

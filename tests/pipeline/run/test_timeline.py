@@ -8,7 +8,7 @@ from matplotlib.patches import Rectangle
 from penstock.pipeline.run.timeline import COLOURS, NAMES, Panel, draw, figure
 from penstock.pipeline.schedules.instruction import Op, show
 from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
-from penstock.pipeline.schedules.span import Span, bubbles
+from penstock.pipeline.schedules.instruction import Span, bubbles
 
 
 def span(rank, stage, op, micro_batch, start, end, *, waiting=0.0):

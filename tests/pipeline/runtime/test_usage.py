@@ -11,7 +11,7 @@ from penstock import Pipeline, measure, partition, trace
 from penstock.pipeline.run.schedule_comparison import ASYNCHRONOUS, SYNCHRONOUS, candidate
 from penstock.pipeline.runtime.meter import (STATUS, ResidentMemory, Usage, state_bytes)
 from penstock.pipeline.runtime.report import StageReport
-from penstock.pipeline.schedules.span import Span
+from penstock.pipeline.schedules.instruction import Span
 from penstock.stages.device import Device
 
 MIB = 2**20

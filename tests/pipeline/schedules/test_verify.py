@@ -9,7 +9,7 @@ from programs import laid, neighbours
 from penstock.compression.errors import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.gpipe import gpipe
-from penstock.pipeline.schedules.instruction import Op, parse, parse_program, show
+from penstock.pipeline.schedules.instruction import (Op, parse, parse_program, show)
 from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
 from penstock.pipeline.schedules.verify import smallest_window, verify
 
