@@ -21,7 +21,7 @@ from ...stages.weight_versions.policies import STREAM
 from . import Schedule, schedule_named
 from .async_1f1b import StreamState, between
 from .instruction import Instruction
-from .live import Programs, live_micro_batches, live_versions
+from .simulate import Programs, live_micro_batches, live_versions
 
 DEEPENED = "1f1b"  # takes more in flight than its own; gpipe has all there are
 
