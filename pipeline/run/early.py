@@ -25,7 +25,7 @@ from ..data import sources
 from ..distributed.launcher import Launched, check_ranks
 from ..schedules import schedule_named
 from ..schedules.custom import load_program
-from ..schedules.placement import layout, placed, placement, stages_on
+from ..schedules.building_blocks import (layout, placed, placement, stages_on)
 from ..schedules.replicated import dealt
 
 ALL = "all"

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from .instruction import Instruction, Op
-from .unit import check, check_no_extra
+from .building_blocks import check, check_no_extra
 
 
 def async_1f1b(

@@ -10,7 +10,7 @@ Source: DeepSeek-V3 technical report, 2024, section 3.2.1 (DualPipe); Qi et al.,
 from collections.abc import Sequence
 
 from .instruction import Instruction
-from .unit import Ascending, check_counts, check_layout, check_no_extra
+from .building_blocks import (Ascending, check_counts, check_layout, check_no_extra)
 
 
 def dualpipev(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ...compression.errors import ScheduleError
 from .instruction import Instruction
-from .unit import backward, check, forward
+from .building_blocks import backward, check, forward
 
 
 def gpipe(

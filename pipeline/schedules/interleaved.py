@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from .instruction import Instruction
-from .unit import backward, check_counts, check_layout, check_no_extra, forward
+from .building_blocks import (backward, check_counts, check_layout, check_no_extra, forward)
 
 
 def interleaved(

@@ -8,7 +8,7 @@ Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2, with the flush of P
 from collections.abc import Sequence
 
 from .instruction import Instruction
-from .unit import backward, check, forward
+from .building_blocks import backward, check, forward
 
 
 def one_f_one_b(

@@ -8,7 +8,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.2 (ZB-
 from collections.abc import Sequence
 
 from .instruction import Instruction, Op
-from .unit import backward, check, forward
+from .building_blocks import backward, check, forward
 
 
 def zb_h1(

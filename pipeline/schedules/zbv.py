@@ -10,7 +10,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6, and P
 from collections.abc import Sequence
 
 from .instruction import Instruction
-from .unit import Ascending, check_counts, check_layout, check_no_extra
+from .building_blocks import (Ascending, check_counts, check_layout, check_no_extra)
 
 
 def zbv(
