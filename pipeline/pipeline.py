@@ -56,20 +56,26 @@ from .runtime.arguments import (
 )
 from .runtime.auto_codec import policy_named
 from .runtime.batches import joined, micro_batches, total_loss
-from .runtime.device_placement import (Given, check_devices, rank_device, spread, stage_devices)
+from .runtime.device_placement import (
+    Given,
+    Init,
+    check_devices,
+    give_values,
+    rank_device,
+    spread,
+    stage_devices,
+    values_of,
+)
 from .runtime.engine import Engine
-from .runtime.report import gather_flows, gather_reports, gather_spans
-from .runtime.guards import Guards
 from .runtime.failures import held
+from .runtime.guards import Guards
 from .runtime.load_balancing import NONE, Seconds, Shares, check_asked, sharing_of
-from .runtime.device_placement import Init, give_values, values_of
-from .runtime.ownership import Ownership, disk_of, make_stages, ownership
 from .runtime.meter import ResidentMemory, Usage, bytes_in_memory
+from .runtime.ownership import Ownership, disk_of, make_stages, ownership
 from .runtime.replicas import Replicas, check_outputs, check_replicated
-from .runtime.report import Report, described
+from .runtime.report import Report, described, gather_flows, gather_reports, gather_spans
 from .runtime.state import State
-from .runtime.step_planner import Step, Steps, SynchronousFeed
-from .runtime.step_planner import StreamFeed
+from .runtime.step_planner import Step, Steps, StreamFeed, SynchronousFeed
 from .schedules.instruction import Span
 
 

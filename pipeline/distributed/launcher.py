@@ -1,29 +1,30 @@
 """Ranks that a launcher such as torchrun started: who they are, and a part of its store for them alone."""
 
 from __future__ import annotations
+
 import contextlib
-import fcntl
-import os
-import shutil
-import tempfile
-import time
-from collections.abc import Iterator
-from pathlib import Path
 import dataclasses
 import datetime
+import fcntl
+import os
 import secrets
+import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
 from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
-from .processes import StartProcess, run_together, start_process
-from .processes import Stopped
+from .processes import StartProcess, Stopped, run_together, start_process
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
     from .process_group import World
 
 

@@ -4,6 +4,7 @@ The store may have gone with the rank or the link that held it, and torch's look
 return. So each runs in a thread with a short deadline, and after one that got stuck no other is tried."""
 
 from __future__ import annotations
+
 import contextlib
 import datetime
 import json
@@ -13,16 +14,17 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
+
 from ...compression.errors import PlanError, TransportError
 from ...stages.device import Device
 from .processes import heard
 from .thread_group import ThreadGroup
-from collections.abc import Callable, Sequence
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

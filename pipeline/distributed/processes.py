@@ -4,19 +4,19 @@ torch's elastic launcher would start them as well. It meets at a store that ever
 write to, and it gives a process that hangs half a minute; here nothing listens."""
 
 from __future__ import annotations
+
 import contextlib
+import dataclasses
 import os
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
-import dataclasses
-import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from ...compression.errors import TransportError
+from types import FrameType
 
+from ...compression.errors import TransportError
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
 

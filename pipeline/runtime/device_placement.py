@@ -5,34 +5,33 @@ counts more than the device of the model. Values are read or made for the stages
 rank ever has the whole model."""
 
 from __future__ import annotations
+
+import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
 import torch
 from torch import nn
+
 from ...compression.errors import ConfigError, PlanError
 from ...compression.names import GPU
 from ...stages.device import Device, device_of, is_gpu, memory_on
 from ...stages.places import device_given, device_named, home_of
 from ...stages.plan.plan import Plan
+from ...stages.seeds import layer_seed, seeded
 from ...stages.tracing.layers import parts_of
+from ...stages.tracing.meta_model import has_meta
+from ...stages.tracing.tracer import LayerGraph
 from ...stages.units import show_bytes
+from ...stages.weights_file import WeightsFile
 from ..distributed.launcher import local_rank
 from ..distributed.process_group import World, thread_of
 from .agreement import Agreement
 from .ownership import Ownership
-from .step_planner import Steps
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from ...compression.errors import PlanError
-from ...stages.device import Device
-from ...stages.seeds import layer_seed, seeded
-from ...stages.tracing.meta_model import has_meta
-from ...stages.tracing.tracer import LayerGraph
-from ...stages.weights_file import WeightsFile
 from .state import readers_of_buffers
-
+from .step_planner import Steps
 
 Given = str | torch.device | Device | None
 

@@ -26,9 +26,8 @@ from ..schedules.instruction import Instruction, Op
 from .auto_codec import Policy
 from .batches import Loss, MicroBatch, check_loss_uses_outputs_only, mean_loss
 from .device_frames import frames_of
-from .failures import Failures, place
+from .failures import Failures, Interrupts, place
 from .guards import Guards
-from .failures import Interrupts
 from .replicas import Replicas
 from .step_planner import Step
 

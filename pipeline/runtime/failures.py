@@ -5,22 +5,22 @@ lock or thread is half done, and never inside an update, but after it. A second 
 nothing goes on then."""
 
 from __future__ import annotations
-from collections.abc import Mapping
+
+import contextlib
+import functools
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any, TypeVar
+
 import torch
+
 from ...compression.errors import PenstockError, StageError, TransportError
 from ...stages.stage.stage import Stage
 from ..distributed.transport import Transport
 from ..schedules.instruction import Instruction, Op
 from .step_planner import Step
-import contextlib
-import functools
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, TypeVar
-from ...compression.errors import StageError
-
 
 WORDS = {
     Op.F: "forward",

@@ -1,35 +1,35 @@
-"""Meters of a step: seconds, waits and bytes of every instruction, and the memory of stages and their process.
+"""Meters of a step: seconds, waits and bytes of every instruction, and the memory of stages.
 
 The loop that runs the instructions calls the meter at the end of each of them. Of memory, what the system
 says and what can be counted are reported next to each other: their difference is what nobody planned for."""
 
 from __future__ import annotations
-import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
-from ...compression.buffers import Frame
-from ...stages.stage.stage import Stage
-from ..schedules.instruction import Instruction, Op
-from ..schedules.messages import Flow, Message
-from ..schedules.instruction import Span
-from .report import StageReport
-from .step_planner import Step
+
 import contextlib
 import os
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from ...compression.buffers import Pool
+
+from ...compression.buffers import Frame, Pool
 from ...stages.device import Device, is_gpu
 from ...stages.memory.byte_budget import Tiers
 from ...stages.memory.parameter_offload import Mirror
 from ...stages.plan.memory_model import copies
 from ...stages.plan.plan import Plan
+from ...stages.stage.stage import Stage
+from ..schedules.instruction import Instruction, Op, Span
+from ..schedules.messages import Flow, Message
+from .report import StageReport
+from .step_planner import Step
 
 
 class Meter:

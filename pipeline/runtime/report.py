@@ -1,16 +1,16 @@
 """Report of a step: the loss, the seconds, and per stage its computing, waits, bytes sent and kept."""
 
 from __future__ import annotations
+
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
 from ...compression.names import show_codec
 from ...stages.units import show_bytes
-from collections.abc import Mapping, Sequence
-from typing import Any
 from ..distributed.process_group import World
-from ..schedules.messages import Flow
 from ..schedules.instruction import Span
+from ..schedules.messages import Flow
 from .auto_codec import Policy
 
 if TYPE_CHECKING:

@@ -4,14 +4,19 @@ A step of asynchronous training is a slice of an endless program: it runs what h
 be followed by the next. All ranks end it together, with micro-batches in flight, and no bubble appears."""
 
 from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 from torch import nn
+
 from ...compression.errors import PlanError
 from ...compression.frame import written_by
 from ...stages.plan.plan import Plan
+from ...stages.plan.validation import STREAM
 from ...stages.stage.value_routing import Route, edges, follow, routes, stage_of_layers
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.guards import ModelGuards
@@ -19,17 +24,8 @@ from ...stages.tracing.layers import Layer, Traced
 from ...stages.tracing.shape_inference import Shapes
 from ...stages.tracing.tracer import LayerGraph
 from ..distributed.process_group import World
-from ..schedules.instruction import Instruction, Op
-from ..schedules.messages import StepMessages, micro_batch_messages, step_messages
-from ..schedules.replicated import as_one, schedule_of
-from ..schedules.verify import smallest_window, verify
-from .batches import MicroBatch
-from collections.abc import Sequence
-from typing import NamedTuple
-from ...stages.plan.validation import STREAM
-from ...stages.stage.value_routing import Route
 from ..schedules.async_1f1b import StreamState, between
-from ..schedules.instruction import Op
+from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import (
     Message,
     MicroBatchMessages,
@@ -37,7 +33,9 @@ from ..schedules.messages import (
     micro_batch_messages,
     step_messages,
 )
-from ..schedules.verify import smallest_window
+from ..schedules.replicated import as_one, schedule_of
+from ..schedules.verify import smallest_window, verify
+from .batches import MicroBatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

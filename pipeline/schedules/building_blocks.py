@@ -6,12 +6,11 @@ Source: Narayanan et al., Megatron-LM, SC 2021, section 2.2 (loop); Qi et al., Z
         section 6 (vee)."""
 
 import re
-from collections.abc import Sequence
-from ...compression.errors import PlanError
 from collections import Counter
+from collections.abc import Sequence
+
 from ...compression.errors import PlanError, ScheduleError
 from .instruction import Instruction, Op
-
 
 # neighbours   rank 0: 0 1   rank 1: 2 3    the planner chooses where a rank ends
 # loop         rank 0: 0 2   rank 1: 1 3

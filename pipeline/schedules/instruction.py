@@ -4,12 +4,13 @@ A schedule is then a list that can be read, compared with a literal, verified, d
 """
 
 from __future__ import annotations
+
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
 from ...compression.errors import ScheduleError
-from collections.abc import Sequence
 
 
 class Op(enum.Enum):

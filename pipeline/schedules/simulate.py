@@ -4,20 +4,18 @@ The same instruction lists that run are simulated, so overlap, waiting and what 
 by a formula: they come out."""
 
 from __future__ import annotations
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from ...stages.weight_versions.policies import rule_named
-from .instruction import Instruction, Op
+
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
 from ...compression.errors import ScheduleError
 from ...stages.plan.plan import Plan
-from .instruction import Instruction, Op, parse
+from ...stages.weight_versions.policies import rule_named
+from .instruction import Instruction, Op, Span, bubbles, parse
 from .messages import Message, StepMessages
-from .instruction import Span, bubbles
-
 
 Programs = Sequence[Sequence[Instruction]]
 

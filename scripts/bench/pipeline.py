@@ -36,10 +36,9 @@ from penstock.pipeline.run.metrics import DIRECTIONS, Totals, ratio
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.training_loop import loss
-from penstock.pipeline.schedules.instruction import Instruction
+from penstock.pipeline.schedules.instruction import Instruction, Span
 from penstock.pipeline.schedules.messages import Message, StepMessages
 from penstock.pipeline.schedules.simulate import durations, simulate
-from penstock.pipeline.schedules.instruction import Span
 from penstock.stages.plan.plan import Plan
 from penstock.stages.profiling.measure import measure
 from penstock.stages.tracing.tracer import trace

@@ -28,10 +28,9 @@ from penstock.pipeline.run.metrics import DIRECTIONS
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.training_loop import loss
-from penstock.pipeline.schedules.instruction import Instruction, Op
+from penstock.pipeline.schedules.instruction import Instruction, Op, Span
 from penstock.pipeline.schedules.replicated import step_programs
 from penstock.pipeline.schedules.simulate import durations, simulate, simulate_plan
-from penstock.pipeline.schedules.instruction import Span
 from penstock.stages.plan.plan import Plan
 from penstock.stages.units import show_bytes
 

@@ -11,8 +11,7 @@ import leaving
 import pytest
 
 from penstock import ConfigError, PenstockError, TransportError
-from penstock.pipeline.distributed import rank
-from penstock.pipeline.distributed import launcher
+from penstock.pipeline.distributed import launcher, rank
 from penstock.pipeline.distributed.failure import Lost
 from penstock.pipeline.distributed.launcher import check_ranks, start_ranks
 

@@ -12,7 +12,7 @@ from penstock.pipeline.schedules.custom import (
     show_csv,
     show_programs,
 )
-from penstock.pipeline.schedules.instruction import (Instruction, Op, parse, parse_program, show)
+from penstock.pipeline.schedules.instruction import Instruction, Op, parse, parse_program, show
 
 numbers = st.integers(0, 10_000)
 instructions = st.one_of(

@@ -11,8 +11,16 @@ from programs import on_paper, two_ranks
 from penstock import ScheduleError, partition
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Op, parse_program
-from penstock.pipeline.schedules.simulate import live_micro_batches, live_versions, most_held
-from penstock.pipeline.schedules.simulate import (outline, simulate, simulate_plan, simulate_spans, step_seconds)
+from penstock.pipeline.schedules.simulate import (
+    live_micro_batches,
+    live_versions,
+    most_held,
+    outline,
+    simulate,
+    simulate_plan,
+    simulate_spans,
+    step_seconds,
+)
 
 
 def seconds(messages, transfer=0.0, work=None):
