@@ -205,7 +205,7 @@ def save(pipe: Pipeline, folder: str | Path, *, notes: Mapping[str, Any] | None 
 
     Args:    notes: what ``load`` shall return, as far as JSON can say it: an epoch, a place in the data.
     Raises:  ConfigError: the file system refuses. PlanError: another rank failed."""
-    with pipe.engine.interrupts.alone():
+    with pipe.interrupts.alone():
         saving = Saving(pipe, Path(folder), notes=notes or {})
         saving.write()
         saving.agree()
@@ -222,9 +222,9 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     Returns: the notes that it was saved with.
     Raises:  CheckpointError: there is none, or some of it is damaged. PlanError: it does not suit. Both on
              every rank, and nothing changed."""
-    with pipe.engine.interrupts.alone():
+    with pipe.interrupts.alone():
         pipe.drain()
-        pipe.engine.failures.check_open()
+        pipe.failures.check_open()
         found, read, shares = _read_part(pipe, Path(folder))
         state, keys, names = read
         with pipe.agreement.together("loading a checkpoint"):
@@ -263,7 +263,7 @@ class Saving:
 
     def __init__(self, pipe: Pipeline, folder: Path, *, notes: Mapping[str, Any]) -> None:
         pipe.drain()
-        pipe.engine.failures.check()
+        pipe.failures.check()
         self.pipe, self.folder = pipe, folder
         self.ended = self.agreed = False
         self._receipts: list[dict[str, Any]] = []

@@ -55,7 +55,8 @@ from .runtime.arguments import (
     scheduler_of,
 )
 from .runtime.auto_codec import policy_named
-from .runtime.batches import joined, micro_batches, total_loss
+from .runtime.batches import Criterion, joined, micro_batches, total_loss
+from .runtime.device_frames import frames_of
 from .runtime.device_placement import (
     Given,
     Init,
@@ -67,7 +68,7 @@ from .runtime.device_placement import (
     values_of,
 )
 from .runtime.engine import Engine
-from .runtime.failures import held
+from .runtime.failures import Failures, Interrupts, held
 from .runtime.guards import Guards
 from .runtime.load_balancing import NONE, Seconds, Shares, check_asked, sharing_of
 from .runtime.meter import ResidentMemory, Usage, bytes_in_memory
@@ -290,22 +291,29 @@ class Pipeline:
             deadline=deadline,
         )
         gpus = self.agreement.exchange("its GPU", identity_of(device))
+        transport = transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=Arena())
+        self.meter, frames = frames_of(
+            self.devices, transport, rank=self.rank, stages=self.stages, policy=self.policy
+        )
+        self.failures = Failures(self.rank, self.stages, transport)
+        self.interrupts = Interrupts(self.failures)
+        parameters = WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()})
         self.engine = Engine(
-            rank=self.rank,
             stages=self.stages,
-            transport=transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=Arena()),
+            frames=frames,
+            meter=self.meter,
+            failures=self.failures,
+            interrupts=self.interrupts,
             policy=self.policy,
-            loss=options.loss,
+            criterion=Criterion(options.loss, autocast=options.autocast, parameters=parameters),
             update=self.update,
-            model_guards=self.steps.model_guards(model),
-            parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
             seed=options.seed,
-            devices=self.devices,
             memory=self.memory,
             replicas=self.replicas,
             guards=self.guards,
+            model_guards=self.steps.model_guards(model),
         )
-        self.same = SameBatches(self.agreement, self.engine.failures.worded)
+        self.same = SameBatches(self.agreement, self.failures.describe)
         resident.begin()
         for mirror in self.mirrors.values():
             mirror.push_all()
@@ -314,7 +322,7 @@ class Pipeline:
         self.usage = Usage(
             plan, own.tensors, self.update.optimizers,
             resident=resident, devices=self.devices, mirrors=self.mirrors,
-            tiers=self.memory.tiers, pool=self.engine.transport.pool,
+            tiers=self.memory.tiers, pool=transport.pool,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -345,7 +353,7 @@ class Pipeline:
                  micro-batch. PlanError: the model was changed since it was traced.
         """
         began = time.perf_counter()
-        self.engine.failures.check()
+        self.failures.check()
         check_outputs(self.plan, outputs and not self.world.is_alone)
         with self.same.batch("step", self.num_steps):
             self.engine.model_guards.check("train")
@@ -359,7 +367,7 @@ class Pipeline:
         with self.whole():
             report = self._run(step, num_samples=samples, began=began, outputs=outputs)
             others = functools.partial(self.feed.messages, step)
-            self.policy.end(others, self.engine.meter.spans, report.seconds)
+            self.policy.end(others, self.meter.spans, report.seconds)
             self.num_steps += 1
             self.next_shares(report, len(batches))
         return report
@@ -373,12 +381,12 @@ class Pipeline:
         if not self.feed.in_flight:
             return None
         began = time.perf_counter()
-        self.engine.failures.check()
-        spans = self.engine.meter.spans  # those of a step: a drain is none
+        self.failures.check()
+        spans = self.meter.spans  # those of a step: a drain is none
         step = self.feed.drain(step=self.num_steps)
         with self.whole():
             report = self._run(step, num_samples=0, began=began, outputs=outputs)
-            self.engine.meter.spans = spans
+            self.meter.spans = spans
             self.feed.restart()
             for stage in self.stages.values():
                 stage.weights.drained()
@@ -392,7 +400,7 @@ class Pipeline:
 
         What is in flight is finished first."""
         self.drain()
-        self.engine.failures.check()
+        self.failures.check()
         with self.same.batch("evaluation", self.same.counts["evaluation"]):
             self.engine.model_guards.check("eval")
             given, call = self.call.tensors(inputs), self.call
@@ -411,7 +419,7 @@ class Pipeline:
 
         What is in flight is finished first."""
         self.drain()
-        self.engine.failures.check()
+        self.failures.check()
         return self.state.gather(self.update, self.num_steps) | {"versions": self.plan.versions}
 
     @held
@@ -422,7 +430,7 @@ class Pipeline:
         and cuts only, because they decide which weights a micro-batch sees.
         Raises:  PlanError: some of it is damaged or does not suit; on every rank, and nothing changed."""
         self.drain()
-        self.engine.failures.check_open()
+        self.failures.check_open()
         with self.agreement.together("loading a state"):
             parts = self.state.checked(self.update, state, self.plan)
             self.agreement.agree("a state to load", lambda: fingerprints.of_state(parts))
@@ -433,13 +441,13 @@ class Pipeline:
 
     def timeline(self) -> list[Span]:
         """Return the spans of all ranks in the last step, in seconds since it began; collective."""
-        return gather_spans(self.world, self.engine.meter.spans)
+        return gather_spans(self.world, self.meter.spans)
 
     def flows(self) -> list[dict[str, Any]]:
         """Return the traffic by flow: values and gradients, stages, codec now, bytes raw and sent;
         collective.
         """
-        return gather_flows(self.world, self.engine.meter.totals, self.policy)
+        return gather_flows(self.world, self.meter.totals, self.policy)
 
     def near(self) -> contextlib.AbstractContextManager[None]:
         """The block, between steps, in which parameters whose tier is not the device are in memory.
@@ -450,7 +458,7 @@ class Pipeline:
     def close_stages(self, *, keeps_model: bool = True) -> None:
         """End the threads of the stages, and let go of what they keep on disk; ``keeps_model``: bring
         parameters back ahead of it."""
-        self.engine.failures.closed = "was closed"
+        self.failures.closed = "was closed"
         for stage in self.stages.values():
             if stage.mirror and keeps_model:
                 stage.mirror.pull_all()
@@ -465,7 +473,7 @@ class Pipeline:
 
         Args:    keeps_model: bring all parameters back from their tier; else those that are away are lost."""
         self.close_stages(keeps_model=keeps_model)
-        if self.leaves and not self.engine.failures.first:
+        if self.leaves and not self.failures.first:
             self.world.close()
 
     @property
@@ -514,7 +522,7 @@ class Pipeline:
             yield
         except BaseException as error:
             if self.update.begun != before:
-                self.engine.failures.over = (
+                self.failures.over = (
                     f"the update of step {self.num_steps} was broken off by {type(error).__name__}, so "
                     "weights are of two steps; load a checkpoint or a state_dict of before"
                 )
@@ -523,7 +531,7 @@ class Pipeline:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """The block in which a checked state is taken over: one that breaks off leaves parts of two."""
-        failures = self.engine.failures
+        failures = self.failures
         before, failures.over = (
             failures.over,
             "a load was broken off, so parts are of two states; load it again",
@@ -547,7 +555,7 @@ class Pipeline:
             self.usage.restart()
             raise
         self.feed.ran(step)
-        reports = self.usage.fill(engine.meter.reports, engine.meter.spans, rank=self.rank)
+        reports = self.usage.fill(self.meter.reports, self.meter.spans, rank=self.rank)
         losses = self.replicas.losses(engine.losses)
         shares = {index: step.micro_batches[index].share for index in losses}
         mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0

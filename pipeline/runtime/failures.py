@@ -12,15 +12,17 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ...compression.errors import PenstockError, StageError, TransportError
-from ...stages.stage.stage import Stage
-from ..distributed.transport import Transport
 from ..schedules.instruction import Instruction, Op
-from .step_planner import Step
+
+if TYPE_CHECKING:
+    from ...stages.stage.stage import Stage
+    from ..distributed.transport import Transport
+    from .step_planner import Step
 
 WORDS = {
     Op.F: "forward",
@@ -57,7 +59,17 @@ class Failures:
                 f"these ranks stopped in the middle of a step ({self.first}); start them anew"
             )
 
-    def worded(self, where: str, error: BaseException) -> PenstockError:
+    def of_step(self, step: Step, instruction: Instruction | None, error: BaseException) -> PenstockError:
+        """Describe an error in a step; ``instruction`` is None before its first one, and after its last."""
+        if instruction is None:
+            where = f"step {step.number}" if step.training else "evaluation"
+        else:
+            stage, op, index = instruction
+            of = "" if index is None else f" of micro-batch {index}"
+            where = f"stage {stage}, {WORDS[op]}" + f"{of}, step {step.number}" * step.training
+        return self.describe(where, error)
+
+    def describe(self, where: str, error: BaseException) -> PenstockError:
         """Say of an error where it was, leave word for the other ranks, and let go of what was running."""
         kind = type(error) if isinstance(error, PenstockError) else StageError
         what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
@@ -85,17 +97,6 @@ def _of_memory(what: str, error: BaseException | None) -> str:
         f"a stage computes in the memory of its device, which was not enough, found {found}; raise "
         "micro_batches=, take memory.tier=host, or more ranks"
     )
-
-
-def place(step: Step, instruction: Instruction | None) -> str:
-    """Describe the place in a step; None: before its first instruction, or after its last."""
-    if instruction is None:
-        return f"step {step.number}" if step.training else "evaluation"
-    what = f"stage {instruction.stage}, {WORDS[instruction.op]}"
-    if not step.training:
-        return what
-    of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
-    return f"{what}{of}, step {step.number}"
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -156,7 +157,7 @@ def held(method: Method) -> Method:
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.interrupts.alone():
+        with self.interrupts.alone():
             return method(self, *args, **kwargs)
 
     return run  # type: ignore[return-value]

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ...compression.frame import written_by
+from ...stages.memory.prefetch import Pass
 from ...stages.plan.plan import Plan
 from ...stages.plan.validation import STREAM
 from ...stages.stage.value_routing import Route, edges, follow, routes, stage_of_layers
@@ -54,9 +55,15 @@ class Step:
     keeps_outputs: bool = False
     observed: int | None = None
 
+    @property
+    def passes(self) -> list[Pass]:
+        """The program as the memory thread knows it."""
+        return [Pass(stage, index, op in READS) for stage, op, index in self.program]
+
 
 Inputs = Sequence[Sequence[torch.Tensor]]
 Planned = tuple[StepMessages, list[Instruction]]
+READS = (Op.B, Op.I, Op.W)  # what forwards saved
 KEPT = 256  # plans of steps; texts of varying length would make ever more
 
 

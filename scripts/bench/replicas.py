@@ -257,7 +257,7 @@ class Side:
         def work(one: Instruction) -> float:
             return known.get((one.stage, one.op.value), 0.0)
 
-        return simulate(self.pipe.engine.meter.step.messages, work=work, transfer=lambda _: 0.0).seconds
+        return simulate(self.pipe.meter.step.messages, work=work, transfer=lambda _: 0.0).seconds
 
 
 def update_seconds(spans: Sequence[Span]) -> float:
