@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,7 +107,8 @@ class Pipeline:
             this process alone.
         device: where this rank computes: "cpu", "cuda" (by the number of the rank on its machine), "cuda:1",
             "auto". None: where the world says, else where the model's parameters are.
-        guard: refuse the first layer whose output, or gradient, is NaN (StageError), before an update.
+        detect_anomaly: refuse the first layer whose output, or gradient, is NaN (StageError), before an
+            update. ``guard``: its old name, which is refused.
         memory, disk: how what waits in a tier is moved; what the tier "disk" of this rank may use.
         load_weights: for a model on the meta device: a safetensors file of its state_dict, or the index of
             several, of which a rank reads what its stages hold.
@@ -137,7 +139,8 @@ class Pipeline:
         deadline: float = 60.0,
         world: World | None = None,
         device: Given = None,
-        guard: bool = False,
+        detect_anomaly: bool = False,
+        guard: None = None,
         memory: MemoryOptions = NO_OPTIONS,
         disk: DiskOptions = ANYWHERE,
         load_weights: str | Path | None = None,
@@ -146,9 +149,13 @@ class Pipeline:
     ) -> None:
         options = Options(
             loss=loss, optimizer=optimizer, scheduler=scheduler, clip=clip, clip_scope=clip_scope,
-            scaler=scaler, autocast=autocast, weight=weight, seed=seed, deadline=deadline, guard=guard,
-            memory=memory, disk=disk,
+            scaler=scaler, autocast=autocast, weight=weight, seed=seed, deadline=deadline,
+            detect_anomaly=detect_anomaly, memory=memory, disk=disk,
         )  # fmt: skip
+        if guard is not None:
+            raise PlanError(
+                f"guard= is called detect_anomaly= now, found guard={guard!r}; give detect_anomaly={guard!r}"
+            )
         self.leaves, self.asked, self.num_steps = world is None, 0, 0
         self.world = world or World.default(deadline=deadline)
         self.rank, self.weight, self.agreement = self.world.rank, weight, Agreement(self.world)
@@ -198,7 +205,7 @@ class Pipeline:
         parameters.
         """
         autocast, memory = options.autocast, options.memory
-        self.nan_check = Guard(options.checks_gradients) if options.guard else None
+        self.nan_check = Guard(options.checks_gradients) if options.detect_anomaly else None
         if not model.training:
             model.train()
         graph = graph_of(model, self.plan, autocast)
@@ -449,11 +456,18 @@ class Pipeline:
         """
         return gather_flows(self.world, self.meter.totals, self.policy)
 
-    def near(self) -> contextlib.AbstractContextManager[None]:
-        """The block, between steps, in which parameters whose tier is not the device are in memory.
+    def parameters_resident(self) -> contextlib.AbstractContextManager[None]:
+        """Hold offloaded parameters in memory in a ``with`` block between steps.
 
-        With them are their gradients and the state of the optimizers; what is written to them stays."""
+        Their gradients and the state of the optimizers are there too; what is written to them stays.
+        """
         return self.update.resident()
+
+    def near(self) -> contextlib.AbstractContextManager[None]:
+        """Old name of ``parameters_resident``."""
+        text = "Pipeline.near() is called Pipeline.parameters_resident() now, and goes in the next release"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.parameters_resident()
 
     def close_stages(self, *, keeps_model: bool = True) -> None:
         """End the threads of the stages, and let go of what they keep on disk; ``keeps_model``: bring

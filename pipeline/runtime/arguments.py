@@ -48,7 +48,7 @@ class Options:
     weight: Callable[[Any], float] | None
     seed: int
     deadline: float
-    guard: bool
+    detect_anomaly: bool
     memory: MemoryOptions
     disk: DiskOptions
 
@@ -107,8 +107,8 @@ def check_options(model: object, plan: object, options: Options) -> None:
         )
     if not isinstance(options.seed, int) or isinstance(options.seed, bool):
         raise PlanError(f"seed is an integer, found {options.seed!r}")
-    if not isinstance(options.guard, bool):
-        raise PlanError(f"guard is True or False, found {options.guard!r}")
+    if not isinstance(options.detect_anomaly, bool):
+        raise PlanError(f"detect_anomaly is True or False, found {options.detect_anomaly!r}")
 
 
 def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], Optimizer]:

@@ -40,6 +40,9 @@ class Instruction(NamedTuple):
         return f"{self.stage}{self.op.value}{'' if self.micro_batch is None else self.micro_batch}"
 
 
+Programs = Sequence[Sequence[Instruction]]
+"""One program, in order, for each rank."""
+
 _WRITTEN = re.compile(r"([0-9]{1,9})(?:([FBIW])([0-9]{1,9})|(U))")
 
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ...compression.errors import ScheduleError
-from .instruction import Instruction, Op
+from .instruction import Instruction, Op, Programs
 
 Edges = Sequence[tuple[int, int]]
-Programs = Sequence[Sequence[Instruction]]
 Channel = tuple[int, int]
 RankOf = Callable[[int, int], int]  # who runs a stage for a micro-batch
 Sent = tuple[int, int, int, Op]  # source stage, target stage, micro-batch, F or B

@@ -11,10 +11,8 @@ from programs import on_paper, two_ranks
 from penstock import ScheduleError, partition
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Op, parse_program
+from penstock.pipeline.schedules.replicated import live_micro_batches, live_versions, most_held
 from penstock.pipeline.schedules.simulate import (
-    live_micro_batches,
-    live_versions,
-    most_held,
     outline,
     simulate,
     simulate_plan,
