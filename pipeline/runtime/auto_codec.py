@@ -18,8 +18,8 @@ from ...compression.names import AUTO, check_name
 from ...compression.zero_value import has_bitmap
 from ..distributed.process_group import World
 from ..distributed.transport import measured_rates
-from ..schedules.instruction import Instruction, Span
-from ..schedules.messages import Flow, Message, StepMessages
+from ..schedules.instruction import Flow, Instruction, Span
+from ..schedules.messages import Message, StepMessages
 from ..schedules.simulate import step_seconds
 
 Named = Mapping[tuple[str, str, int], str]  # a plan's: by value, way and stage, as a flow begins

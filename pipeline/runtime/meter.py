@@ -26,8 +26,8 @@ from ...stages.memory.parameter_offload import Mirror
 from ...stages.plan.memory_model import copies
 from ...stages.plan.plan import Plan
 from ...stages.stage.stage import Stage
-from ..schedules.instruction import Instruction, Op, Span
-from ..schedules.messages import Flow, Message
+from ..schedules.instruction import Flow, Instruction, Op, Span
+from ..schedules.messages import Message
 from .report import StageReport
 from .step_planner import Step
 

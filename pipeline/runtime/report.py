@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...compression.names import show_codec
 from ...stages.units import show_bytes
-from ..distributed.process_group import World
-from ..schedules.instruction import Span
-from ..schedules.messages import Flow
-from .auto_codec import Policy
+from ..schedules.instruction import Flow, Span
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
+    from ..distributed.process_group import World
+    from .auto_codec import Policy
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

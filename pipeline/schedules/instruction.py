@@ -107,3 +107,17 @@ def bubbles(spans: Sequence[Span], *, num_ranks: int) -> tuple[float, ...]:
     for span in spans:
         busy[span.rank] += span.computing
     return tuple(1 - one / seconds if seconds else 0.0 for one in busy)
+
+
+class Flow(NamedTuple):
+    """All frames of one value from stage to stage ("F"), or of its gradient ("B")."""
+
+    value: str
+    way: str
+    source: int
+    target: int
+
+    @property
+    def downstream(self) -> Flow:
+        """The flow of the value whose gradient this is."""
+        return Flow(self.value, "F", self.target, self.source)

@@ -8,31 +8,16 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from ...compression.frame import Promise, frame_bytes
 from ...stages.stage.value_routing import Route
 from ...stages.tracing.dataflow import Value
-from .instruction import Instruction, Op
+from .instruction import Flow, Instruction, Op
 
 _RAW = frozenset({"raw"})
 _NOTHING = Promise((), torch.uint8, (), _RAW)
-
-
-class Flow(NamedTuple):
-    """All frames of one value from stage to stage ("F"), or of its gradient ("B")."""
-
-    value: str
-    way: str
-    source: int
-    target: int
-
-    @property
-    def downstream(self) -> Flow:
-        """The flow of the value whose gradient this is."""
-        return Flow(self.value, "F", self.target, self.source)
 
 
 _NO_FLOW = Flow("", "F", 0, 0)
