@@ -17,8 +17,6 @@ from ...compression.codec import buffer_bytes, decode_received, pack_into
 from ...compression.errors import CodecError, StageError
 from ...compression.frame import Promise
 from ...compression.geometry import geometry
-from ...compression.names import HOST
-from ...stages.tracing.dataflow import NUMBERS
 from ..distributed.transport import Transport
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Message
@@ -139,8 +137,7 @@ class Frames:
             place = f"from stage {message.source} on rank {message.ranks[0]}"
             raise CodecError(f"{message}, {place}: {error}") from error
         if message.micro_batch == step.observed and value is None and item is not None:
-            if not promise.number:
-                self.policy.arriving(message, item)
+            self.policy.arriving(message, item)
         self.meter.waited += came - began
         self.meter.packing += time.perf_counter() - came
         if value is not None:
@@ -148,8 +145,6 @@ class Frames:
             return item
         self.arrived[message] = frame
         assert item is not None, "None is not promised for a value"
-        if promise.number:
-            return item.item()
         if promise.requires_grad:
             item.requires_grad_(asks)
             if not item.requires_grad:
@@ -173,7 +168,7 @@ class Frames:
         num_bytes = pack_into(item, buffer, codec=name, requires_grad=asks, mask=bitmap, pooled=True)
         self.meter.packing += time.perf_counter() - began
         frame = Frame(buffer, num_bytes, pool)
-        if self.noted and item is not None and message.answers is None and not promise.number:
+        if self.noted and item is not None and message.answers is None:
             if not item.is_conj() and not item.is_neg():  # a frame holds what that means, memory what it was
                 self.packed[message.value] = item, frame.hold()
         return frame
@@ -183,9 +178,7 @@ class Frames:
     ) -> tuple[torch.Tensor | None, str, Frame | None, bool]:
         """Return the tensor to be packed, its codec, its bitmap, and whether it asks for a gradient."""
         promise, value = message.promise, message.answers
-        if promise.number:
-            item, codec = torch.tensor(item, dtype=NUMBERS[type(item)], device=HOST), "raw"  # as it is now
-        elif isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor):
             if (
                 item.stride() != promise.strides
                 or item.shape != promise.sizes

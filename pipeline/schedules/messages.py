@@ -13,11 +13,9 @@ import torch
 
 from ...compression.frame import Promise, frame_bytes
 from ...stages.stage.value_routing import Route
-from ...stages.tracing.dataflow import Value
 from .instruction import Flow, Instruction, Op
 
-_RAW = frozenset({"raw"})
-_NOTHING = Promise((), torch.uint8, (), _RAW)
+_NOTHING = Promise((), torch.uint8, (), frozenset({"raw"}))
 
 
 _NO_FLOW = Flow("", "F", 0, 0)
@@ -115,9 +113,10 @@ def micro_batch_messages(
         for number, target in route.sends:
             value = record.values[number]
             masked = value.requires_grad and not value.parameter and number in route.stops
-            ranks = rank_of(stage, index), rank_of(target, index)
+            ranks, asks = (rank_of(stage, index), rank_of(target, index)), value.requires_grad
+            promise = Promise(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
             message = made[number, target] = Message(
-                Op.F, index, number, stage, target, masked, value.name, _promise(value, codecs),
+                Op.F, index, number, stage, target, masked, value.name, promise,
                 value.num_bytes, frame_bytes(value.shape, value.dtype), ranks,
                 made[number, stage] if number in route.forwards else None,
                 None, Flow(value.name, "F", stage, target),
@@ -141,14 +140,6 @@ def _to(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
 
 def _from(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
     return tuple(message for message in messages if message.source == stage)
-
-
-def _promise(value: Value, codecs: frozenset[str]) -> Promise:
-    """Promise of the frame of a value."""
-    if value.number is not None:
-        return Promise((), value.dtype, (), _RAW, number=True)
-    asks = value.requires_grad
-    return Promise(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
 
 
 def _gradient(down: Message, codecs: frozenset[str], *, sure: bool) -> Message:
