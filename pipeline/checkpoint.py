@@ -227,7 +227,7 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
         pipe.failures.check_open()
         found, read, shares = _read_part(pipe, Path(folder))
         state, keys, names = read
-        with pipe.agreement.together("loading a checkpoint"):
+        with pipe.agreement.all_or_none("loading a checkpoint"):
             parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
         with pipe.loading():
             pipe.num_steps = pipe.state.load(pipe.update, parts, names=names)
@@ -278,7 +278,7 @@ class Saving:
             "made_by": {"penstock": __version__, "torch": str(torch.__version__)},
             "threads": torch.get_num_threads(),
         }
-        with pipe.agreement.together("saving a checkpoint"):
+        with pipe.agreement.all_or_none("saving a checkpoint"):
             self._copy = Copy(pipe.state, pipe.update)
             with refusing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -325,7 +325,7 @@ class Saving:
 
     def _raise(self, at: str) -> None:
         try:
-            with self.pipe.agreement.together(at):
+            with self.pipe.agreement.all_or_none(at):
                 if self._error:
                     raise self._error
         except PenstockError:

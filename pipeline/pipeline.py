@@ -159,7 +159,7 @@ class Pipeline:
         self.leaves, self.asked, self.num_steps = world is None, 0, 0
         self.world = world or World.default(deadline=deadline)
         self.rank, self.weight, self.agreement = self.world.rank, weight, Agreement(self.world)
-        with self.agreement.together("making a Pipeline"):
+        with self.agreement.all_or_none("making a Pipeline"):
             check_options(model, plan, options)
             self.values = values_of(model, load_weights=load_weights, init_weights=init_weights, seed=seed)
             home = rank_device(model, self.world, device)
@@ -346,18 +346,23 @@ class Pipeline:
     def step(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
 
-        Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
-                 batch; what the example had beside tensors may stand between them; ``Constant`` tensors go
-                 to every micro-batch whole. What is not read here (``reads_inputs``) may be on meta;
-                 of a ``Split`` the micro-batches that another replica ``reads``.
-                 targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None
-                 for a model that computes its own loss.
-                 outputs: keep the model's outputs for the report, on the last stage's rank; of a stream,
-                 those of the micro-batches that finished, in their order: the oldest were fed by the last
-                 step.
-        Returns: the Report, on every rank.
-        Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage,
-                 micro-batch. PlanError: the model was changed since it was traced.
+        Args:
+            inputs: Tensor, tuple (positional) or dict (by name) of tensors of shape (batch, ...). What the
+                example had besides tensors may stand between them; ``Constant`` tensors go to every
+                micro-batch whole. What is not read here (``reads_inputs``) may be on the meta device; so may
+                the parts of a ``Split`` that another replica ``reads``.
+            targets: Tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None for a
+                model that computes its own loss.
+            outputs: Keep the model's outputs for the report, on the last stage's rank; of a stream, those of
+                the micro-batches that finished, in their order: the oldest were fed by the last step.
+
+        Returns:
+            The Report, on every rank.
+
+        Raises:
+            StageError: A layer failed; rank, stage and micro-batch are named.
+            TransportError: A rank did not answer; the same are named.
+            PlanError: The model was changed since it was traced.
         """
         began = time.perf_counter()
         self.failures.check()
@@ -383,8 +388,12 @@ class Pipeline:
     def drain(self, *, outputs: bool = False) -> Report | None:
         """Finish the micro-batches in flight, if the schedule leaves any; count versions from 0 again.
 
-        Args:    outputs: keep theirs, as ``step`` does.
-        Returns: the Report of what this took, on every rank; None where nothing was in flight."""
+        Args:
+            outputs: Keep theirs, as ``step`` does.
+
+        Returns:
+            The Report of what this took, on every rank; None where nothing was in flight.
+        """
         if not self.feed.in_flight:
             return None
         began = time.perf_counter()
@@ -435,10 +444,13 @@ class Pipeline:
 
         What is in flight is finished first. A state of asynchronous training fits the same schedule, policy
         and cuts only, because they decide which weights a micro-batch sees.
-        Raises:  PlanError: some of it is damaged or does not suit; on every rank, and nothing changed."""
+
+        Raises:
+            PlanError: Some of it is damaged or does not suit; on every rank, and nothing changed.
+        """
         self.drain()
         self.failures.check_open()
-        with self.agreement.together("loading a state"):
+        with self.agreement.all_or_none("loading a state"):
             parts = self.state.checked(self.update, state, self.plan)
             self.agreement.agree("a state to load", lambda: fingerprints.of_state(parts))
             with self.loading():
@@ -485,7 +497,9 @@ class Pipeline:
         """Let go of what it holds, and of the ranks unless it was given a world; after a failure the group
         ends with the process.
 
-        Args:    keeps_model: bring all parameters back from their tier; else those that are away are lost."""
+        Args:
+            keeps_model: Bring all parameters back from their tier; else those that are offloaded are lost.
+        """
         self.close_stages(keeps_model=keeps_model)
         if self.leaves and not self.failures.first:
             self.world.close()
@@ -508,8 +522,10 @@ class Pipeline:
     def share_by(self, asked: str | None) -> None:
         """Share out the steps as ``asked`` on rank 0, from the next one on; collective.
 
-        Raises:  PlanError: it means nothing, or suits another plan."""
-        with self.agreement.together("sharing out micro-batches"):
+        Raises:
+            PlanError: It means nothing, or suits another plan.
+        """
+        with self.agreement.all_or_none("sharing out micro-batches"):
             check_asked(asked)
             (asked, *_) = self.agreement.exchange("its shares", asked)
             self.sharing = sharing_of(asked, self.plan, alone=self.world.is_alone)

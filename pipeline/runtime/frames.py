@@ -2,7 +2,13 @@
 
 The frame that goes downstream, the one that the next user of the value gets, and the one whose bitmap the
 gradient reuses on its way back are the same bytes in the same storage. A frame belongs to its message.
-One module packs on every path out of a stage, and unpacks once."""
+One module packs on every path out of a stage, and unpacks once.
+
+    stage 0                   stage 1                                        stage 2
+    pack value -> sent        receive -> arrived, unpack
+                              send on: the frame that arrived (forwarded)    receive -> arrived, unpack
+                              pack gradient by the bitmap of arrived      <- pack gradient by its bitmap
+    unpack by bitmap of sent  release arrived"""
 
 from __future__ import annotations
 
@@ -125,12 +131,14 @@ class Frames:
         began = time.perf_counter()
         frame = self.transport.receive(message)
         came = time.perf_counter()
+        # 1. What must have come: of a gradient the bitmap of its value, and none at all of a frozen one.
         promise, value, mask = message.promise, message.answers, None
         if value is not None:
             if message.masked:
                 mask = self.sent[value]
             if self.frozen and (message.target, value) in self.frozen:
                 promise = promise._replace(none=True)
+        # 2. Unpack.
         try:
             frame, item, asks = self._opened(message, frame, promise, mask)
         except CodecError as error:
@@ -140,6 +148,7 @@ class Frames:
             self.policy.arriving(message, item)
         self.meter.waited += came - began
         self.meter.packing += time.perf_counter() - came
+        # 3. A gradient's frame is done with; a value's is kept for its next user and its gradient.
         if value is not None:
             frame.release()
             return item
