@@ -135,7 +135,7 @@ class TrainConfig(PlanConfig):
         clip: gradient clipping
         autocast: float that forwards and losses are cast to: bfloat16 or float16; null: no cast
         loss_scale: factor of the loss, for float16: a number, or dynamic (a GradScaler); null: none
-        guard: stop where an output, a gradient or the loss is first NaN, and name its layer; changes no bit
+        detect_anomaly: stop where an output, a gradient or the loss is first NaN, and name its layer
         epochs: how often every training sample is seen
         max_steps: stop after this many steps; null: no limit
         deadline: seconds that any wait between ranks may take before the run ends
@@ -155,7 +155,7 @@ class TrainConfig(PlanConfig):
     clip: ClipConfig = field(default_factory=ClipConfig)
     autocast: str | None = None
     loss_scale: Any = None
-    guard: bool = False
+    detect_anomaly: bool = False
     epochs: int = 4
     max_steps: int | None = None
     deadline: float = 60.0

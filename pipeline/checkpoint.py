@@ -194,7 +194,7 @@ def save(pipe: Pipeline, folder: str | Path, *, notes: Mapping[str, Any] | None 
 
     Args:    notes: what ``load`` shall return, as far as JSON can say it: an epoch, a place in the data.
     Raises:  ConfigError: the file system refuses. PlanError: another rank failed."""
-    with pipe.engine.interrupts.alone():
+    with pipe.interrupts.alone():
         saving = Saving(pipe, Path(folder), notes=notes or {})
         saving.write()
         saving.agree()
@@ -211,12 +211,12 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     Returns: the notes that it was saved with.
     Raises:  CheckpointError: there is none, or some of it is damaged. PlanError: it does not suit. Both on
              every rank, and nothing changed."""
-    with pipe.engine.interrupts.alone():
+    with pipe.interrupts.alone():
         pipe.drain()
-        pipe.engine.failures.check_open()
+        pipe.failures.check_open()
         found, read, shares = _read_part(pipe, Path(folder))
         state, keys, names = read
-        with pipe.agreement.together("loading a checkpoint"):
+        with pipe.agreement.all_or_none("loading a checkpoint"):
             parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
         with pipe.loading():
             pipe.num_steps = pipe.state.load(pipe.update, parts, names=names)
@@ -235,7 +235,7 @@ class Saving:
 
     def __init__(self, pipe: Pipeline, folder: Path, *, notes: Mapping[str, Any]) -> None:
         pipe.drain()
-        pipe.engine.failures.check()
+        pipe.failures.check()
         self.pipe, self.folder = pipe, folder
         self.ended = self.agreed = False
         self._receipts: list[dict[str, Any]] = []
@@ -250,7 +250,7 @@ class Saving:
             "made_by": {"penstock": __version__, "torch": str(torch.__version__)},
             "threads": torch.get_num_threads(),
         }
-        with pipe.agreement.together("saving a checkpoint"):
+        with pipe.agreement.all_or_none("saving a checkpoint"):
             self._copy = Copy(pipe.state, pipe.update)
             with refusing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -297,7 +297,7 @@ class Saving:
 
     def _raise(self, at: str) -> None:
         try:
-            with self.pipe.agreement.together(at):
+            with self.pipe.agreement.all_or_none(at):
                 if self._error:
                     raise self._error
         except PenstockError:

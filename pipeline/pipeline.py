@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,22 +56,29 @@ from .runtime.arguments import (
     scheduler_of,
 )
 from .runtime.auto_codec import policy_named
-from .runtime.batches import joined, micro_batches, total_loss
-from .runtime.device_placement import Given, check_devices, rank_device, spread, stage_devices
+from .runtime.batches import Criterion, joined, micro_batches, total_loss
+from .runtime.device_frames import frames_of
+from .runtime.device_placement import (
+    Given,
+    Init,
+    check_devices,
+    give_values,
+    rank_device,
+    spread,
+    stage_devices,
+    values_of,
+)
 from .runtime.engine import Engine
-from .runtime.gather import gather_flows, gather_reports, gather_spans
+from .runtime.failures import Failures, Interrupts, held
 from .runtime.guards import Guards
-from .runtime.interrupts import held
 from .runtime.load_balancing import NONE, LoadBalancer, Seconds, Shares, check_asked
-from .runtime.materialize import Init, give_values, values_of
+from .runtime.meter import ResidentMemory, Usage, bytes_in_memory
 from .runtime.ownership import Ownership, disk_of, make_stages, ownership
-from .runtime.process_memory import ResidentMemory, Usage, bytes_in_memory
 from .runtime.replicas import Replicas, check_outputs, check_replicated
-from .runtime.report import Report, described
+from .runtime.report import Report, described, gather_flows, gather_reports, gather_spans
 from .runtime.state import State
-from .runtime.step_planner import Step, Steps, SynchronousFeed
-from .runtime.stream import StreamFeed
-from .schedules.span import Span
+from .runtime.step_planner import Step, Steps, StreamFeed, SynchronousFeed
+from .schedules.instruction import Span
 
 
 class Pipeline:
@@ -99,7 +107,8 @@ class Pipeline:
             this process alone.
         device: where this rank computes: "cpu", "cuda" (by the number of the rank on its machine), "cuda:1",
             "auto". None: where the world says, else where the model's parameters are.
-        guard: refuse the first layer whose output, or gradient, is NaN (StageError), before an update.
+        detect_anomaly: refuse the first layer whose output, or gradient, is NaN (StageError), before an
+            update. ``guard``: its old name, which is refused.
         memory, disk: how what waits in a tier is moved; what the tier "disk" of this rank may use.
         load_weights: for a model on the meta device: a safetensors file of its state_dict, or the index of
             several, of which a rank reads what its stages hold.
@@ -130,7 +139,8 @@ class Pipeline:
         deadline: float = 60.0,
         world: World | None = None,
         device: Given = None,
-        guard: bool = False,
+        detect_anomaly: bool = False,
+        guard: None = None,
         memory: MemoryOptions = NO_OPTIONS,
         disk: DiskOptions = ANYWHERE,
         load_weights: str | Path | None = None,
@@ -139,13 +149,17 @@ class Pipeline:
     ) -> None:
         options = Options(
             loss=loss, optimizer=optimizer, scheduler=scheduler, clip=clip, clip_scope=clip_scope,
-            scaler=scaler, autocast=autocast, weight=weight, seed=seed, deadline=deadline, guard=guard,
-            memory=memory, disk=disk,
+            scaler=scaler, autocast=autocast, weight=weight, seed=seed, deadline=deadline,
+            detect_anomaly=detect_anomaly, memory=memory, disk=disk,
         )  # fmt: skip
+        if guard is not None:
+            raise PlanError(
+                f"guard= is called detect_anomaly= now, found guard={guard!r}; give detect_anomaly={guard!r}"
+            )
         self.leaves, self.asked, self.num_steps = world is None, 0, 0
         self.world = world or World.default(deadline=deadline)
         self.rank, self.weight, self.agreement = self.world.rank, weight, Agreement(self.world)
-        with self.agreement.together("making a Pipeline"):
+        with self.agreement.all_or_none("making a Pipeline"):
             check_options(model, plan, options)
             self.values = values_of(model, load_weights=load_weights, init_weights=init_weights, seed=seed)
             home = rank_device(model, self.world, device)
@@ -191,7 +205,7 @@ class Pipeline:
         parameters.
         """
         autocast, memory = options.autocast, options.memory
-        self.nan_check = Guard(options.checks_gradients) if options.guard else None
+        self.nan_check = Guard(options.checks_gradients) if options.detect_anomaly else None
         if not model.training:
             model.train()
         graph = graph_of(model, self.plan, autocast)
@@ -284,22 +298,29 @@ class Pipeline:
             deadline=deadline,
         )
         gpus = self.agreement.exchange("its GPU", identity_of(device))
+        transport = transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=Arena())
+        self.meter, frames = frames_of(
+            self.devices, transport, rank=self.rank, stages=self.stages, policy=self.policy
+        )
+        self.failures = Failures(self.rank, self.stages, transport)
+        self.interrupts = Interrupts(self.failures)
+        parameters = WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()})
         self.engine = Engine(
-            rank=self.rank,
             stages=self.stages,
-            transport=transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=Arena()),
+            frames=frames,
+            meter=self.meter,
+            failures=self.failures,
+            interrupts=self.interrupts,
             policy=self.policy,
-            loss=options.loss,
+            criterion=Criterion(options.loss, autocast=options.autocast, parameters=parameters),
             update=self.update,
-            model_guards=self.steps.model_guards(model),
-            parameters=WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()}),
             seed=options.seed,
-            devices=self.devices,
             memory=self.memory,
             replicas=self.replicas,
             guards=self.guards,
+            model_guards=self.steps.model_guards(model),
         )
-        self.same = SameBatches(self.agreement, self.engine.failures.worded)
+        self.same = SameBatches(self.agreement, self.failures.describe)
         resident.begin()
         for mirror in self.mirrors.values():
             mirror.push_all()
@@ -308,7 +329,7 @@ class Pipeline:
         self.usage = Usage(
             plan, own.tensors, self.update.optimizers,
             resident=resident, devices=self.devices, mirrors=self.mirrors,
-            tiers=self.memory.tiers, pool=self.engine.transport.pool,
+            tiers=self.memory.tiers, pool=transport.pool,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -325,21 +346,26 @@ class Pipeline:
     def step(self, inputs: Any, targets: Any = None, *, outputs: bool = False) -> Report:
         """Train on one batch: micro-batches through the schedule, one update.
 
-        Args:    inputs: a tensor, a tuple (positional) or a dict (by name) of tensors; dimension 0 is the
-                 batch; what the example had beside tensors may stand between them; ``Constant`` tensors go
-                 to every micro-batch whole. What is not read here (``reads_inputs``) may be on meta;
-                 of a ``Split`` the micro-batches that another replica ``reads``.
-                 targets: a tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None
-                 for a model that computes its own loss.
-                 outputs: keep the model's outputs for the report, on the last stage's rank; of a stream,
-                 those of the micro-batches that finished, in their order: the oldest were fed by the last
-                 step.
-        Returns: the Report, on every rank.
-        Raises:  StageError: a layer failed; TransportError: a rank did not answer. Both name rank, stage,
-                 micro-batch. PlanError: the model was changed since it was traced.
+        Args:
+            inputs: Tensor, tuple (positional) or dict (by name) of tensors of shape (batch, ...). What the
+                example had besides tensors may stand between them; ``Constant`` tensors go to every
+                micro-batch whole. What is not read here (``reads_inputs``) may be on the meta device; so may
+                the parts of a ``Split`` that another replica ``reads``.
+            targets: Tensor, tuple or dict of tensors, split along dimension 0 like the inputs; None for a
+                model that computes its own loss.
+            outputs: Keep the model's outputs for the report, on the last stage's rank; of a stream, those of
+                the micro-batches that finished, in their order: the oldest were fed by the last step.
+
+        Returns:
+            The Report, on every rank.
+
+        Raises:
+            StageError: A layer failed; rank, stage and micro-batch are named.
+            TransportError: A rank did not answer; the same are named.
+            PlanError: The model was changed since it was traced.
         """
         began = time.perf_counter()
-        self.engine.failures.check()
+        self.failures.check()
         check_outputs(self.plan, outputs and not self.world.is_alone)
         with self.same.batch("step", self.num_steps):
             self.engine.model_guards.check("train")
@@ -353,7 +379,7 @@ class Pipeline:
         with self.whole():
             report = self._run(step, num_samples=samples, began=began, outputs=outputs)
             others = functools.partial(self.feed.messages, step)
-            self.policy.end(others, self.engine.meter.spans, report.seconds)
+            self.policy.end(others, self.meter.spans, report.seconds)
             self.num_steps += 1
             self.next_shares(report, len(batches))
         return report
@@ -362,17 +388,21 @@ class Pipeline:
     def drain(self, *, outputs: bool = False) -> Report | None:
         """Finish the micro-batches in flight, if the schedule leaves any; count versions from 0 again.
 
-        Args:    outputs: keep theirs, as ``step`` does.
-        Returns: the Report of what this took, on every rank; None where nothing was in flight."""
+        Args:
+            outputs: Keep theirs, as ``step`` does.
+
+        Returns:
+            The Report of what this took, on every rank; None where nothing was in flight.
+        """
         if not self.feed.in_flight:
             return None
         began = time.perf_counter()
-        self.engine.failures.check()
-        spans = self.engine.meter.spans  # those of a step: a drain is none
+        self.failures.check()
+        spans = self.meter.spans  # those of a step: a drain is none
         step = self.feed.drain(step=self.num_steps)
         with self.whole():
             report = self._run(step, num_samples=0, began=began, outputs=outputs)
-            self.engine.meter.spans = spans
+            self.meter.spans = spans
             self.feed.restart()
             for stage in self.stages.values():
                 stage.weights.drained()
@@ -386,7 +416,7 @@ class Pipeline:
 
         What is in flight is finished first."""
         self.drain()
-        self.engine.failures.check()
+        self.failures.check()
         with self.same.batch("evaluation", self.same.counts["evaluation"]):
             self.engine.model_guards.check("eval")
             given, call = self.call.tensors(inputs), self.call
@@ -405,7 +435,7 @@ class Pipeline:
 
         What is in flight is finished first."""
         self.drain()
-        self.engine.failures.check()
+        self.failures.check()
         return self.state.gather(self.update, self.num_steps) | {"versions": self.plan.versions}
 
     @held
@@ -414,10 +444,13 @@ class Pipeline:
 
         What is in flight is finished first. A state of asynchronous training fits the same schedule, policy
         and cuts only, because they decide which weights a micro-batch sees.
-        Raises:  PlanError: some of it is damaged or does not suit; on every rank, and nothing changed."""
+
+        Raises:
+            PlanError: Some of it is damaged or does not suit; on every rank, and nothing changed.
+        """
         self.drain()
-        self.engine.failures.check_open()
-        with self.agreement.together("loading a state"):
+        self.failures.check_open()
+        with self.agreement.all_or_none("loading a state"):
             parts = self.state.checked(self.update, state, self.plan)
             self.agreement.agree("a state to load", lambda: fingerprints.of_state(parts))
             with self.loading():
@@ -427,24 +460,31 @@ class Pipeline:
 
     def timeline(self) -> list[Span]:
         """Return the spans of all ranks in the last step, in seconds since it began; collective."""
-        return gather_spans(self.world, self.engine.meter.spans)
+        return gather_spans(self.world, self.meter.spans)
 
     def flows(self) -> list[dict[str, Any]]:
         """Return the traffic by flow: values and gradients, stages, codec now, bytes raw and sent;
         collective.
         """
-        return gather_flows(self.world, self.engine.meter.totals, self.policy)
+        return gather_flows(self.world, self.meter.totals, self.policy)
+
+    def parameters_resident(self) -> contextlib.AbstractContextManager[None]:
+        """Hold offloaded parameters in memory in a ``with`` block between steps.
+
+        Their gradients and the state of the optimizers are there too; what is written to them stays.
+        """
+        return self.update.resident()
 
     def near(self) -> contextlib.AbstractContextManager[None]:
-        """The block, between steps, in which parameters whose tier is not the device are in memory.
-
-        With them are their gradients and the state of the optimizers; what is written to them stays."""
-        return self.update.resident()
+        """Old name of ``parameters_resident``."""
+        text = "Pipeline.near() is called Pipeline.parameters_resident() now, and goes in the next release"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.parameters_resident()
 
     def close_stages(self, *, keeps_model: bool = True) -> None:
         """End the threads of the stages, and let go of what they keep on disk; ``keeps_model``: bring
         parameters back ahead of it."""
-        self.engine.failures.closed = "was closed"
+        self.failures.closed = "was closed"
         for stage in self.stages.values():
             if stage.mirror and keeps_model:
                 stage.mirror.pull_all()
@@ -457,9 +497,11 @@ class Pipeline:
         """Let go of what it holds, and of the ranks unless it was given a world; after a failure the group
         ends with the process.
 
-        Args:    keeps_model: bring all parameters back from their tier; else those that are away are lost."""
+        Args:
+            keeps_model: Bring all parameters back from their tier; else those that are offloaded are lost.
+        """
         self.close_stages(keeps_model=keeps_model)
-        if self.leaves and not self.engine.failures.first:
+        if self.leaves and not self.failures.first:
             self.world.close()
 
     @property
@@ -480,8 +522,10 @@ class Pipeline:
     def share_by(self, asked: str | None) -> None:
         """Share out the steps as ``asked`` on rank 0, from the next one on; collective.
 
-        Raises:  PlanError: it means nothing, or suits another plan."""
-        with self.agreement.together("sharing out micro-batches"):
+        Raises:
+            PlanError: It means nothing, or suits another plan.
+        """
+        with self.agreement.all_or_none("sharing out micro-batches"):
             check_asked(asked, self.plan)
             (asked, *_) = self.agreement.exchange("its shares", asked)
         self.load_balancer = LoadBalancer(follows=asked is not None and not self.world.is_alone)
@@ -508,7 +552,7 @@ class Pipeline:
             yield
         except BaseException as error:
             if self.update.begun != before:
-                self.engine.failures.over = (
+                self.failures.over = (
                     f"the update of step {self.num_steps} was broken off by {type(error).__name__}, so "
                     "weights are of two steps; load a checkpoint or a state_dict of before"
                 )
@@ -517,7 +561,7 @@ class Pipeline:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """The block in which a checked state is taken over: one that breaks off leaves parts of two."""
-        failures = self.engine.failures
+        failures = self.failures
         before, failures.over = (
             failures.over,
             "a load was broken off, so parts are of two states; load it again",
@@ -541,7 +585,7 @@ class Pipeline:
             self.usage.restart()
             raise
         self.feed.ran(step)
-        reports = self.usage.fill(engine.meter.reports, engine.meter.spans, rank=self.rank)
+        reports = self.usage.fill(self.meter.reports, self.meter.spans, rank=self.rank)
         losses = self.replicas.losses(engine.losses)
         shares = {index: step.micro_batches[index].share for index in losses}
         mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0

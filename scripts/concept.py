@@ -17,8 +17,8 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from ..pipeline.run.timeline import COLOURS, INK, WAITING
 from ..pipeline.schedules.instruction import Op
-from ..pipeline.schedules.one_f_one_b import one_f_one_b
 from ..pipeline.schedules.simulate import outline, simulate
+from ..pipeline.schedules.synchronous import one_f_one_b
 from ..stages.files import save_picture
 
 SIZE = 10.0, 5.3  # inches

@@ -83,9 +83,14 @@ def names(schema: type[Any], prefix: str = "") -> list[str]:
     return list(dict.fromkeys(found))
 
 
+RENAMED = {"guard": "detect_anomaly"}  # options by their old names
+
+
 def near(word: str, known: Iterable[str]) -> str:
-    """The option that was probably meant by ``word``: of another spelling, without its group, or mistyped."""
-    return next(_near(word.lstrip("-").lower().replace("-", "_"), list(known)), "")
+    """The option meant by ``word``: an old name, another spelling, without its group, or mistyped."""
+    if RENAMED.get(word) in (known := list(known)):
+        return RENAMED[word]
+    return next(_near(word.lstrip("-").lower().replace("-", "_"), known), "")
 
 
 def _near(word: str, known: Sequence[str]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 The first signal unwinds the run, so that its ranks end with it; a second one ends everything at once. Python
 hears a signal only between two of its own steps, and a layer or a wait may take long, so a thread hears them
 as well and ends what does not unwind. While a run trains, SIGTERM and SIGUSR1 ask it to finish its step
-(``pipeline/distributed/signals.py``)."""
+(``pipeline/distributed/processes.py``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ..pipeline.distributed.signals import SAME_SECONDS, Stopped
+from ..pipeline.distributed.processes import SAME_SECONDS, Stopped
 
 if TYPE_CHECKING:
     from ..pipeline.run.run_folder import RunFolder

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, ReduceOp, Store, Wo
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...stages.device import is_gpu
-from .signals import Stopped
+from .processes import Stopped
 
 Key = tuple[Any, ...]
 

@@ -29,8 +29,7 @@ import torch
 from ...compression.errors import ConfigError, Disagreement, PenstockError, TransportError
 from .failure import cause, leave, read_failures
 from .process_group import MOMENT, World
-from .processes import Ends
-from .signals import Stopped, heard
+from .processes import Ends, Stopped, heard
 from .thread_group import Post, ThreadGroup
 
 # Each method of a ProcessGroup has several forms; ours is the one that torch.distributed calls.

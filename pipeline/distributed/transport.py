@@ -188,9 +188,11 @@ class GlooTransport:
         self.local.begin(messages)
         if not messages.continues:
             self.channels, self.sent_to = {}, {}
+        # 1. Append what will come to each channel, in the order of its sender.
         for (source, target), coming in messages.channels.items():
             if target == self.rank:
                 self.channels.setdefault(source, _Channel(source)).expect(coming)
+        # 2. Receives are posted ahead, before the first send of this rank.
         for channel in self.channels.values():
             while len(channel.posted) < messages.window and channel.ahead:
                 self._post(channel)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...compression.errors import PlanError
 from ...compression.names import AUTO, check_name
 from ...stages.profiling.network_profile import Profile
-from ..schedules.placement import layout, placed
+from ..schedules.building_blocks import layout, placed
 
 
 def check_arguments(profile: object, codec: object, extra_in_flight: object, optimizer_state: object) -> None:

@@ -23,8 +23,8 @@ from ...stages.plan.validation import check_replicas, streams
 from ...stages.profiling.network_profile import Profile
 from ...stages.units import parse_bytes, parse_rate, show_bytes
 from ..schedules import schedule_named
-from ..schedules.live import Programs
-from ..schedules.placement import layout, placed, placement, stages_on
+from ..schedules.building_blocks import layout, placed, placement, stages_on
+from ..schedules.instruction import Programs
 from ..schedules.replicated import DEEPENED, dealt, endless_programs, most_extra, replicated, waiting
 from .choose import TooSmall, cheapest, is_open
 from .costs import Costs, with_margin

@@ -24,8 +24,8 @@ from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
 from ..data import sources
 from ..distributed.launcher import Launched, check_ranks
 from ..schedules import schedule_named
+from ..schedules.building_blocks import layout, placed, placement, stages_on
 from ..schedules.custom import load_program
-from ..schedules.placement import layout, placed, placement, stages_on
 from ..schedules.replicated import dealt
 
 ALL = "all"

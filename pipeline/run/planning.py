@@ -35,8 +35,8 @@ from ..distributed.launcher import threads_per_rank
 from ..optimizer.optimizers import state_per_byte
 from ..partition.choose import bytes_of_share
 from ..partition.partition import partition
+from ..schedules.instruction import Span
 from ..schedules.simulate import simulate_spans
-from ..schedules.span import Span
 from . import build, console, determinism
 from .build import is_bare
 from .determinism import place

@@ -26,9 +26,9 @@ from .run_folder import RunFolder
 FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
-    "max_steps", "guard", "traceback", "versions", "settings", "max_restarts", "min_ranks", "cache",
+    "max_steps", "detect_anomaly", "traceback", "versions", "settings", "max_restarts", "min_ranks", "cache",
     "data.workers", "data.local", "replicas",
-    "nodes", "node", "master", "join_deadline",  # of checkpoints from before torchrun alone
+    "nodes", "node", "master", "join_deadline", "guard",  # of older checkpoints
 )  # fmt: skip
 """What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
 

@@ -20,7 +20,7 @@ from ... import __version__
 from ...compression.errors import ConfigError, PenstockError
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.files import refusing, remove_parts, writing
-from ..distributed.private import private_folder
+from ..distributed.launcher import private_folder
 from .lock import held
 
 if TYPE_CHECKING:

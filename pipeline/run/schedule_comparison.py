@@ -19,8 +19,15 @@ from ...stages.units import show_bytes, show_seconds
 from ..partition.costs import with_margin
 from ..partition.partition import partition
 from ..schedules import SCHEDULES
-from ..schedules.live import Programs, live_micro_batches, live_versions, most_held
-from ..schedules.replicated import endless_programs, filling, step_programs
+from ..schedules.instruction import Programs
+from ..schedules.replicated import (
+    endless_programs,
+    filling,
+    live_micro_batches,
+    live_versions,
+    most_held,
+    step_programs,
+)
 from ..schedules.simulate import simulate_plan
 from ..schedules.verify import smallest_window
 from .timeline import Panel

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...stages.files import save_picture
-from ..schedules.span import Span
+from ..schedules.instruction import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -68,7 +68,7 @@ def publish(world: World, config: TrainConfig, plan: Plan, folder: RunFolder) ->
         "record": _digest(folder),
     }
     Agreement(world).exchange(_AT, message)
-    with Agreement(world).together("its run folder"):
+    with Agreement(world).all_or_none("its run folder"):
         pass
 
 
@@ -81,7 +81,7 @@ def follow(config: TrainConfig, folder: RunFolder) -> tuple[Plan, RunFolder, Wor
     world = meet(config)
     world.notices.wait_for(0, deadline=config.deadline)
     message = Agreement(world).exchange(_AT, None)[0]
-    with Agreement(world).together("its run folder"):
+    with Agreement(world).all_or_none("its run folder"):
         plan, folder = _take(config, folder, message)
     return plan, folder, world
 

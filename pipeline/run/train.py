@@ -177,7 +177,7 @@ def assemble(
         deadline=config.deadline,
         world=world,
         device=place(config, local=world and world.rank),
-        guard=config.guard,
+        detect_anomaly=config.detect_anomaly,
         memory=build.memory(config.memory),
         disk=disk_options(config, folder),
         shares=MEASURED if config.replicas.shares == MEASURED else None,

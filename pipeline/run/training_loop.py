@@ -24,7 +24,7 @@ from ..data.samples import Samples
 from ..data.storage import check_shared
 from ..distributed.launcher import cores, local_ranks
 from ..distributed.process_group import hearing
-from ..distributed.signals import Stopped
+from ..distributed.processes import Stopped
 from ..pipeline import Pipeline
 from ..runtime.report import Report
 from . import build, console

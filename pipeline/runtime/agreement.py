@@ -34,7 +34,7 @@ class Agreement:
         self.world = world
 
     @contextlib.contextmanager
-    def together(self, at: str) -> Iterator[None]:
+    def all_or_none(self, at: str) -> Iterator[None]:
         """Do the block on every rank or on none: a refusal of one rank is raised on all.
 
         Raises: Disagreement: another rank refused."""

@@ -48,7 +48,7 @@ class Options:
     weight: Callable[[Any], float] | None
     seed: int
     deadline: float
-    guard: bool
+    detect_anomaly: bool
     memory: MemoryOptions
     disk: DiskOptions
 
@@ -107,8 +107,8 @@ def check_options(model: object, plan: object, options: Options) -> None:
         )
     if not isinstance(options.seed, int) or isinstance(options.seed, bool):
         raise PlanError(f"seed is an integer, found {options.seed!r}")
-    if not isinstance(options.guard, bool):
-        raise PlanError(f"guard is True or False, found {options.guard!r}")
+    if not isinstance(options.detect_anomaly, bool):
+        raise PlanError(f"detect_anomaly is True or False, found {options.detect_anomaly!r}")
 
 
 def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], Optimizer]:
@@ -236,7 +236,7 @@ def check_codecs(plan: Plan, records: Sequence[Probe], routed: Sequence[Sequence
     for (name, way, stage), codec in plan.named_codecs.items():
         sent = {n for n, _ in routes[stage].sends} - routes[stage].forwards
         back = {n for n, _ in routes[stage].receives if values[n].requires_grad}
-        packed = [values[n].name for n in sorted(sent if way == "F" else back) if values[n].number is None]
+        packed = [values[n].name for n in sorted(sent if way == "F" else back)]
         if name not in packed:
             what, known = "values" if way == "F" else "gradients", ", ".join(packed) or "none"
             raise PlanError(

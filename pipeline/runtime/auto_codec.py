@@ -1,4 +1,8 @@
-"""Policies for the codec of each flow and the micro-batches in flight: one setting, or ``auto.Auto``."""
+"""Policies for the codec of each flow and the micro-batches in flight: one setting, or a search.
+
+steps 1, 2      every codec is tried on samples of what travels: seconds and bytes of each flow
+then            the choice with the shortest predicted step runs in turns against the plan's and "raw"
+3 turns each    the fastest stays; every hundredth step the search begins anew"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -18,11 +22,11 @@ from ...compression.names import AUTO, check_name
 from ...compression.zero_value import has_bitmap
 from ..distributed.process_group import World
 from ..distributed.transport import measured_rates
-from ..schedules.instruction import Instruction
-from ..schedules.messages import Flow, Message, StepMessages
+from ..schedules.instruction import Flow, Instruction, Span
+from ..schedules.messages import Message, StepMessages
 from ..schedules.simulate import step_seconds
-from ..schedules.span import Span
 
+Others = Callable[[int], StepMessages]  # the messages of a step by how many more are in flight
 Named = Mapping[tuple[str, str, int], str]  # a plan's: by value, way and stage, as a flow begins
 
 
@@ -39,74 +43,37 @@ class Turn:
     stayed: bool
 
 
-class Policy(Protocol):
-    """Says with which codec a flow is packed; looks at what travels, and at the steps, to find out.
-
-    ``turns``: the last choices that ran against each other; none where there was nothing to choose."""
-
-    turns: tuple[Turn, ...]
-
-    @property
-    def extra(self) -> int:
-        """Number of micro-batches in flight in the next step beyond the schedule's."""
-        ...
-
-    @property
-    def settled(self) -> bool:
-        """False in the first steps, in which choices are still tried."""
-        ...
-
-    def codec(self, flow: Flow) -> str:
-        """The codec for the frames of ``flow``, behind ``MASKED`` if they are to use a bitmap."""
-        ...
-
-    def observed(self, messages: StepMessages) -> int | None:
-        """The micro-batch of a step whose tensors ``arriving`` and ``leaving`` are to see, or None."""
-        ...
-
-    def arriving(self, message: Message, item: torch.Tensor) -> None:
-        """A value has arrived."""
-        ...
-
-    def leaving(self, message: Message, item: torch.Tensor) -> None:
-        """A value or gradient is about to be packed."""
-        ...
-
-    def end(self, others: Callable[[int], StepMessages], spans: Sequence[Span], seconds: float) -> None:
-        """A step has ended; every rank calls this after every step.
-
-        ``others``: the messages of such a step with so many more in flight."""
-        ...
-
-
 class Fixed:
-    """One codec for everything but what is ``named``."""
+    """Policy of one codec for everything but what is ``named``; it looks at nothing.
+
+    A policy says with which codec a flow is packed, and may look at what travels, and at the steps, to find
+    out. ``turns``: the last choices that ran against each other; none where there was nothing to choose.
+    ``extra``: micro-batches in flight in the next step beyond the schedule's. ``settled``: False in the first
+    steps, in which choices are still tried."""
+
+    settled = True
 
     def __init__(self, codec: str, named: Named | None = None, *, extra: int = 0) -> None:
         self.name, self.named, self.extra = codec, named or {}, extra
         self.turns: tuple[Turn, ...] = ()
 
-    @property
-    def settled(self) -> bool:
-        """From the start."""
-        return True
-
     def codec(self, flow: Flow) -> str:
-        """Always the same; a gradient uses the bitmap where there is one."""
+        """The codec for the frames of ``flow``, behind ``MASKED`` if they are to use a bitmap."""
         return wherever_masked(self.named.get(flow[:3], self.name), flow)
 
     def observed(self, messages: StepMessages) -> int | None:
-        """Nothing to find out."""
-        return None
+        """The micro-batch of a step whose tensors ``arriving`` and ``leaving`` are to see, or None."""
 
     def arriving(self, message: Message, item: torch.Tensor) -> None:
-        """Nothing to find out."""
+        """A value has arrived."""
 
     def leaving(self, message: Message, item: torch.Tensor) -> None:
-        """Nothing to find out."""
+        """A value or gradient is about to be packed."""
 
-    def end(self, others: Callable[[int], StepMessages], spans: Sequence[Span], seconds: float) -> None:
-        """Nothing to decide."""
+    def end(self, others: Others, spans: Sequence[Span], seconds: float) -> None:
+        """A step has ended; every rank calls this after every step.
+
+        ``others``: the messages of such a step with so many more in flight."""
 
 
 def wherever_masked(codec: str, flow: Flow) -> str:
@@ -177,7 +144,9 @@ def choose(messages: StepMessages, prices: Prices, *, start: Choice) -> dict[Flo
 
     best = {flow: start.get(flow, "raw") for flow in prices.costs}
     least = burden(best)
-    for flow in sorted((f for f in prices.costs if f.way == "F"), key=lambda f: -_raw_bytes(f, prices)):
+    for flow in sorted(
+        (f for f in prices.costs if f.way == "F"), key=lambda f: -prices.costs[f]["raw"].num_bytes
+    ):
         gradient = Flow(flow.value, "B", flow.target, flow.source)
         ways = [flow, gradient] if gradient in prices.costs else [flow]
         for codecs in product(*(_worth_trying(way, prices) for way in ways)):
@@ -185,10 +154,6 @@ def choose(messages: StepMessages, prices: Prices, *, start: Choice) -> dict[Flo
             if (seconds := burden(other)) < least:
                 best, least = other, seconds
     return best
-
-
-def _raw_bytes(flow: Flow, prices: Prices) -> float:
-    return prices.costs[flow]["raw"].num_bytes
 
 
 def _worth_trying(flow: Flow, prices: Prices) -> list[str]:
@@ -224,10 +189,6 @@ class Setting(NamedTuple):
 
     codecs: Choice
     extra: int = 0
-
-
-Others = Callable[[int], StepMessages]
-"""The messages of a step by how many more are in flight."""
 
 
 def policy_named(
@@ -403,20 +364,20 @@ class Auto:
     def _prices(self, messages: StepMessages) -> Prices:
         """Gather the measurements of all ranks, the same on each."""
         if self.rates is None:
-            self.rates = self._rates(messages)
+            links = sorted(messages.channels)
+            alone = self.world.is_alone
+            self.rates = {} if alone else measured_rates(self.world, links, deadline=self.deadline)
         mine = [[[*flow], _means(table)] for flow, table in self.costs.items()]
         work = [[*place, statistics.mean(seconds)] for place, seconds in self.work.items()]
         rows = self.world.all_gather_json([mine, work], at="the choice of codecs")
-        costs = {Flow(*f): _costs(table) for row in rows for f, table in row[0]}
+        costs = {
+            Flow(*f): {c: Cost(*cost) for c, cost in table.items()} for row in rows for f, table in row[0]
+        }
         seconds = {(stage, op): mean for row in rows for stage, op, mean in row[1]}
         return Prices(costs=costs, work=seconds, rates=self.rates, parallel=not self.world.is_alone)
 
     def _start(self, flow: Flow) -> str:
         return wherever_masked(self.named.get(flow[:3], self.start), flow)
-
-    def _rates(self, messages: StepMessages) -> dict[tuple[int, int], float]:
-        links = sorted(messages.channels)
-        return {} if self.world.is_alone else measured_rates(self.world, links, deadline=self.deadline)
 
 
 def _means(table: dict[str, list[Cost]]) -> dict[str, list[float]]:
@@ -431,5 +392,4 @@ def _means(table: dict[str, list[Cost]]) -> dict[str, list[float]]:
     }
 
 
-def _costs(table: dict[str, Any]) -> dict[str, Cost]:
-    return {codec: Cost(*cost) for codec, cost in table.items()}
+Policy = Fixed | Auto

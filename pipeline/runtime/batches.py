@@ -182,28 +182,79 @@ def _moved(tensor: torch.Tensor, device: Device | None) -> torch.Tensor:
     return pinned.copy_(tensor).to(device.torch, non_blocking=True)
 
 
-Loss = Callable[[Any, Any], torch.Tensor]
+class Criterion:
+    """The loss of a pipeline, and what is checked of it.
+
+    Args:
+        loss: Function of (outputs, targets): the mean over a micro-batch, as a 0-dim tensor.
+        autocast: Dtype that it is cast to.
+        parameters: Those of the model, held weakly: no loss may read one except through the outputs.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], torch.Tensor],
+        *,
+        autocast: torch.dtype | None,
+        parameters: Container[object],
+    ) -> None:
+        self.loss, self.autocast, self.parameters = loss, autocast, parameters
+
+    def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """Return the loss, from which a backward can begin.
+
+        Raises:
+            StageError: It is none, or the function failed.
+        """
+        device = CPU if self.autocast is None else next((t.device for t in _tensors(outputs)), CPU)
+        try:
+            with casting(self.autocast, device):
+                loss = self.loss(outputs, targets)
+        except StageError:
+            raise
+        except Exception as error:
+            raise StageError(f"the loss: {type(error).__name__}: {error}") from error
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise StageError(
+                f"the loss is one number, a mean over its micro-batch, as a 0-dim tensor; found {found}"
+            )
+        if not loss.is_floating_point():
+            raise StageError(f"the loss is a floating-point number, found one of {loss.dtype}; convert it")
+        if not loss.requires_grad:
+            raise StageError(
+                "the loss depends on trained parameters, found one that was detached or has none"
+            )
+        return loss
+
+    def check_reads(self, loss: torch.Tensor, outputs: Any) -> None:
+        """Refuse a loss that reaches a parameter except through the outputs.
+
+        Raises:
+            StageError: It does.
+        """
+        seen = {get_gradient_edge(t).node for t in _tensors(outputs) if t.requires_grad}
+        ahead = [get_gradient_edge(loss).node]
+        while ahead:
+            node = ahead.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if getattr(node, "variable", None) in self.parameters:
+                raise StageError(
+                    "the loss reads a parameter of the model, which may be on another stage; return it from "
+                    "forward"
+                )
+            ahead += [following for following, _ in node.next_functions if following is not None]
 
 
-def mean_loss(loss: Loss, outputs: Any, targets: Any, *, autocast: torch.dtype | None) -> torch.Tensor:
-    """The loss as a 0-dim tensor that backward can begin from; raises StageError if it is none."""
-    try:
-        with casting(autocast, _place(outputs, autocast)):
-            found = loss(outputs, targets)
-    except StageError:
-        raise
-    except Exception as error:
-        raise StageError(f"the loss: {type(error).__name__}: {error}") from error
-    if not isinstance(found, torch.Tensor) or found.dim():
-        shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-        raise StageError(
-            f"the loss is one number, a mean over its micro-batch, as a 0-dim tensor; found {shape}"
-        )
-    if not found.is_floating_point():
-        raise StageError(f"the loss is a floating-point number, found one of {found.dtype}; convert it")
-    if not found.requires_grad:
-        raise StageError("the loss depends on trained parameters, found one that was detached or has none")
-    return found
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """The tensors of what the model returns, in the fields of dataclasses too."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], *, mean: bool) -> float:
@@ -219,35 +270,3 @@ def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], 
     for index, loss in losses.items():
         total += (loss if loss.dtype is dtype else loss.to(dtype)) * shares[index]
     return float(total) / (sum(shares.values()) if mean else 1)
-
-
-def _place(outputs: Any, autocast: torch.dtype | None) -> torch.device:
-    """Device where a loss is computed; only a cast asks."""
-    return CPU if autocast is None else next((t.device for t in _tensors(outputs)), CPU)
-
-
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors of what the model returns, in the fields of dataclasses too."""
-    for leaf in tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-
-
-def check_loss_uses_outputs_only(loss: torch.Tensor, outputs: Any, parameters: Container[object]) -> None:
-    """Raise StageError if ``loss`` reaches one of ``parameters`` beside the ``outputs``."""
-    leaves = [t for t in _tensors(outputs) if t.requires_grad]
-    seen = {get_gradient_edge(t).node for t in leaves}
-    ahead = [get_gradient_edge(loss).node]
-    while ahead:
-        node = ahead.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "variable", None) in parameters:
-            raise StageError(
-                "the loss reads a parameter of the model, which may be on another stage; return it from "
-                "forward"
-            )
-        ahead += [following for following, _ in node.next_functions if following is not None]

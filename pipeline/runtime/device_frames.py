@@ -131,7 +131,7 @@ class _Lanes:
 class DeviceFrames(Frames):
     """Does what ``Frames`` does for stages that compute on ``devices``, by stage.
 
-    A number, or None, travels as on the host. ``flags`` say on the device whether a payload was at odds with
+    None travels as on the host. ``flags`` say on the device whether a payload was at odds with
     itself, by the message that brought it."""
 
     meter: DeviceMeter
@@ -172,7 +172,7 @@ class DeviceFrames(Frames):
             header = frame.header
         else:
             header = read_header(frame.buffer, pooled=True)
-            if promise.number or header.dtype is None:
+            if header.dtype is None:
                 return super()._opened(message, frame, promise, mask)
         promise.check(header)
         if not isinstance(frame, DeviceFrame) or frame.pool is not lanes.buffers:
@@ -193,7 +193,7 @@ class DeviceFrames(Frames):
         return frame, item, header.requires_grad
 
     def _pack(self, message: Message, item: Any, codec: str, *, observed: bool) -> Frame:
-        if message.promise.number or item is None:
+        if item is None:
             return super()._pack(message, item, codec, observed=observed)
         lanes = self.lanes[message.source]
         tensor, name, mask, asks = self._checked(message, item, codec, observed)

@@ -1,12 +1,15 @@
-"""Placement of the stages of a process on devices; unsuitable devices and lack of room are refused.
+"""Placement of the stages of a process on devices, and the values of a model on the meta device.
 
 A rank computes on one device, or spreads its stages over several of one kind; the plan's device of a stage
-counts more than the device of the model."""
+counts more than the device of the model. Values are read or made for the stages of this process alone, so no
+rank ever has the whole model."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +20,17 @@ from ...compression.names import GPU
 from ...stages.device import Device, device_of, is_gpu, memory_on
 from ...stages.places import device_given, device_named, home_of
 from ...stages.plan.plan import Plan
+from ...stages.seeds import layer_seed, seeded
 from ...stages.tracing.layers import parts_of
+from ...stages.tracing.meta_model import has_meta
+from ...stages.tracing.tracer import LayerGraph
 from ...stages.units import show_bytes
+from ...stages.weights_file import WeightsFile
 from ..distributed.launcher import local_rank
 from ..distributed.process_group import World, thread_of
 from .agreement import Agreement
 from .ownership import Ownership
+from .state import readers_of_buffers
 from .step_planner import Steps
 
 Given = str | torch.device | Device | None
@@ -142,3 +150,201 @@ def spread(
                     f"{devices[first].torch} and {device.torch}; give both stages one device"
                 )
             tensor.data = tensor.data.to(device.torch)
+
+
+Init = Callable[[str, torch.Tensor], Any]
+BEFORE = -1  # the step of the seeds that values are made from: training begins with 0
+_UNWRITTEN = 0xA5  # what the bytes are that ``init_weights`` is to write over
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """Source of a model's values: ``file``, and ``init`` for what that leaves out, or for all."""
+
+    file: WeightsFile | None
+    init: Init | None
+    seed: int
+
+    @property
+    def description(self) -> str:
+        """Text that all ranks must have alike."""
+        return f"{self.file.digest if self.file else None} {getattr(self.init, '__qualname__', self.init)}"
+
+    def give(self, name: str, out: torch.Tensor, *, key: str | None, device: Device) -> None:
+        """Fill ``out``, the tensor ``name`` of the model, which the file has as ``key`` if it does."""
+        if self.file is not None and key is not None:
+            self.file.read(key, out)
+            return
+        assert self.init is not None
+        _memory(out).fill_(_UNWRITTEN)
+        before = out._version
+        with seeded(layer_seed(self.seed, BEFORE, 0, name), device.generators), device.current():
+            made = self.init(name, out)
+        if isinstance(made, torch.Tensor) and made.data_ptr() != out.data_ptr():
+            raise PlanError(
+                f"init_weights writes into the tensor that it is given, and returned another for {name}; "
+                "write tensor.copy_(values)"
+            )
+        if out._version == before and out.numel() and not _written(out):
+            raise PlanError(
+                f"init_weights gives every tensor that it is asked for its values, and left {name} "
+                f"{tuple(out.shape)} as it was; write into it, or load it from a file (load_weights)"
+            )
+
+
+def values_of(
+    model: nn.Module, *, load_weights: str | Path | None, init_weights: Init | None, seed: int
+) -> Values | None:
+    """Return the source of the values of ``model``; None where it has them.
+
+    Raises: PlanError, ConfigError: it has none and was given none, or has them and was given others."""
+    given = {"load_weights": load_weights, "init_weights": init_weights}
+    asked = ", ".join(name for name, value in given.items() if value is not None)
+    if init_weights is not None and not callable(init_weights):
+        raise PlanError(f"init_weights is a function of (name, tensor), found {init_weights!r}")
+    if not has_meta(model):
+        if asked:
+            raise PlanError(
+                f"{asked} gives values to a model on the meta device, and this one has its own; build it "
+                "under torch.device('meta'), or leave that out and load them by model.load_state_dict()"
+            )
+        return None
+    if not asked:
+        named = (*model.named_parameters(), *model.named_buffers())
+        name = next(name for name, tensor in named if tensor.is_meta)
+        raise PlanError(
+            f"a model on the meta device has no values to train, found {name} there; give Pipeline "
+            "load_weights=FILE.safetensors, or init_weights=a function of (name, tensor) that fills each"
+        )
+    file = None if load_weights is None else WeightsFile(load_weights)
+    return Values(file=file, init=init_weights, seed=seed)
+
+
+def give_values(
+    model: nn.Module,
+    values: Values,
+    *,
+    own: Ownership,
+    steps: Steps,
+    graph: LayerGraph,
+    devices: Mapping[int, Device],
+    last: int,
+) -> None:
+    """Give the parameters and buffers of the stages of this process their values, in new tensors that take
+    the places of those on the meta device; what has values keeps them, unless the file has it too.
+
+    Raises: PlanError, ConfigError: the file has not just what the model has, or cannot be read."""
+    places: dict[int, list[str]] = {}
+    for name, tensor in _registered(model):
+        places.setdefault(id(tensor), []).append(name)
+    keys = _keys(model, values, places)
+    tensors = {id(tensor): tensor for _, tensor in _registered(model)}
+    for stage, needed in _needed(model, own, steps, graph, last).items():
+        for key in needed:
+            if key not in tensors:  # another stage of this process has made it
+                continue
+            tensor, names, device = tensors.pop(key), places[key], devices[stage]
+            if tensor.is_meta or keys[names[0]] is not None:
+                _place(model, names, _filled(tensor, names[0], values, keys[names[0]], device))
+
+
+def _filled(tensor: torch.Tensor, name: str, values: Values, key: str | None, device: Device) -> torch.Tensor:
+    """A tensor like ``tensor`` with its values, or itself where it has memory."""
+    with torch.no_grad():
+        made = torch.empty_like(tensor, device=device.torch) if tensor.is_meta else tensor.detach()
+        values.give(name, made, key=key, device=device)
+    if not tensor.is_meta:
+        return tensor
+    if not isinstance(tensor, nn.Parameter):
+        return made.requires_grad_(tensor.requires_grad)
+    parameter = nn.Parameter(made.detach(), tensor.requires_grad)  # its versions begin with its values
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+def _place(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
+    """Put ``tensor`` under all its names, so that tied tensors stay tied."""
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, tensor)
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _keys(model: nn.Module, values: Values, places: Mapping[int, list[str]]) -> dict[str, str | None]:
+    """For the first name of every tensor the one by which the file has it, None where ``init_weights`` makes
+    it; the same on every rank.
+
+    Raises: PlanError: names are missing or unknown, shapes or dtypes others."""
+    known = {name: tensor for name, tensor in _registered(model)}
+    if values.file is None:
+        return {names[0]: None for names in places.values()}
+    path, entries, listed = values.file.path, values.file.entries, model.state_dict(keep_vars=True).keys()
+    if unknown := [name for name in entries if name not in known]:
+        raise PlanError(
+            f"{path} is loaded whole, and {len(unknown)} of its tensors are none of the model's, the first "
+            f"is {unknown[0]}; give a file of this model's state_dict()"
+        )
+    found: dict[str, str | None] = {}
+    for first, *others in places.values():
+        tensor, names = known[first], (first, *others)
+        here = [name for name in names if name in entries]
+        found[first] = here[-1] if here else None  # the one that load_state_dict would copy last
+        for name in here:
+            if (entries[name].dtype, entries[name].shape) != (tensor.dtype, tuple(tensor.shape)):
+                form = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+                raise PlanError(
+                    f"a file has the dtypes and shapes of the model, and {name} is {entries[name].form} in "
+                    f"{path} and {form} in the model; convert the file, or make the model as it is"
+                )
+        if here or not tensor.is_meta:
+            continue
+        if not any(name in listed for name in names):
+            if values.init is None:
+                raise PlanError(
+                    f"{first} is a buffer that no state_dict has, so {path} does not give it values; add "
+                    "init_weights=, which then is asked for such buffers"
+                )
+            continue
+        raise PlanError(
+            f"{path} gives every parameter and buffer of the model's state_dict() its values, and has no "
+            f"{first}; give a file that has it, or leave the file out and make all by init_weights"
+        )
+    return found
+
+
+def _needed(
+    model: nn.Module, own: Ownership, steps: Steps, graph: LayerGraph, last: int
+) -> dict[int, list[int]]:
+    """By stage of this process the identities of the tensors that it needs: its parameters, what its layers
+    read in both modes but tied parameters that come from another stage, on stage 0 what no layer reads."""
+    readers, found = readers_of_buffers(model, graph, own.layers), {}
+    for stage, named in own.here.items():
+        mine = [parameter for _, parameter in named]
+        mine += [buffer for buffer in model.buffers() if stage in readers.get(id(buffer), {0})]
+        for mode in steps.stage_of:
+            traced, layers = steps.layers(mode, stage)
+            parts = parts_of(model, traced, layers, output=stage == last)
+            mine += [tensor for name, tensor in parts.tensors.items() if name not in traced.constants]
+            here = {layer.node for layer in layers}
+            for layer in (one for one in layers if one.node.op == "call_module"):
+                module = parts.modules[str(layer.node.target)]
+                sent = {name for name, source in layer.tied if source not in here}
+                held = module.named_parameters(remove_duplicate=False)
+                mine += [parameter for name, parameter in held if name not in sent]
+                mine += module.buffers()
+        found[stage] = list({id(tensor): None for tensor in mine})
+    return found
+
+
+def _written(tensor: torch.Tensor) -> bool:
+    """True if any byte has changed: a write through ``.data`` gives no new version."""
+    return bool((_memory(tensor) != _UNWRITTEN).any())
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor; writing them gives the tensor no new version."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

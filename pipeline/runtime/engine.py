@@ -4,80 +4,86 @@
     1B3   Frames.receive       -> Stage.backward -> Frames.send_outputs
     1U    clip -> optimizer.step
 
-Forwards and backwards alternate, so that micro-batches stream in without pause."""
+Forwards and backwards alternate, so that micro-batches stream in without pause. The parts are handed in: what
+counts, checks and moves is none of this module's business."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ...stages.device import Device
-from ...stages.memory.prefetch import MemoryThread, Pass
 from ...stages.seeds import layer_seed
-from ...stages.stage.stage import Stage
-from ...stages.tracing.guards import ModelGuards
-from ..distributed.transport import Transport
-from ..optimizer.update import Update
 from ..schedules.instruction import Instruction, Op
-from .auto_codec import Policy
-from .batches import Loss, MicroBatch, check_loss_uses_outputs_only, mean_loss
-from .device_frames import frames_of
-from .failures import Failures, place
-from .guards import Guards
-from .interrupts import Interrupts
-from .replicas import Replicas
-from .step_planner import Step
+
+if TYPE_CHECKING:
+    from ...stages.memory.prefetch import MemoryThread
+    from ...stages.stage.stage import Stage
+    from ...stages.tracing.guards import ModelGuards
+    from ..optimizer.update import Update
+    from .auto_codec import Policy
+    from .batches import Criterion, MicroBatch
+    from .failures import Failures, Interrupts
+    from .frames import Frames
+    from .guards import Guards
+    from .meter import Meter
+    from .replicas import Replicas
+    from .step_planner import Step
 
 _BACKWARDS = (Op.B, Op.I)
-_READS = (*_BACKWARDS, Op.W)
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Engine:
     """Runs this process's programs over its stages.
 
-    ``losses`` and ``outputs`` are those of the last step by micro-batch, where the last stage is.
+    Attributes:
+        stages: Those of this process, by number.
+        frames: Brings an instruction its inputs, and sends what it made.
+        meter: Counts seconds and bytes of every instruction.
+        failures: Describes errors; ``interrupts`` delays Ctrl-C to the gap between two instructions.
+        policy: Chooses codecs, and the micro-batch whose tensors it looks at.
+        criterion: The loss, and what is checked of it.
+        update: Clips, and steps the optimizers.
+        seed: Of random layers.
+        memory: Moves what forwards save, and gets the position in the program.
+        replicas: Sum up gradients after each backward, and exchange what an update needs.
+        guards: Watch what the loss, backwards and updates reach; ``model_guards`` whether the model changed.
+        losses: Those of the last step by micro-batch, where the last stage is; ``outputs`` likewise.
+    """
 
-    Args:    parameters: those of the model, held weakly: no loss may read one beside the outputs.
-             memory: moves what forwards save, and is told where the program is.
-             replicas: are told when a micro-batch has gone backward, and when a stage is updated.
-             guards: watch what the loss, backwards and updates reach."""
+    stages: Mapping[int, Stage]
+    frames: Frames
+    meter: Meter
+    failures: Failures
+    interrupts: Interrupts
+    policy: Policy
+    criterion: Criterion
+    update: Update
+    seed: int
+    memory: MemoryThread
+    replicas: Replicas
+    guards: Guards
+    model_guards: ModelGuards
+    losses: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict, init=False)
+    outputs: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        policy: Policy,
-        loss: Loss,
-        update: Update,
-        model_guards: ModelGuards,
-        parameters: Container[object],
-        seed: int,
-        devices: Mapping[int, Device],
-        memory: MemoryThread,
-        replicas: Replicas,
-        guards: Guards,
-    ) -> None:
-        self.memory, self.replicas, self.guards = memory, replicas, guards
-        self.stages, self.transport, self.policy = stages, transport, policy
-        self.failures = Failures(rank, stages, transport)
-        self.interrupts = Interrupts(self.failures)
-        self.meter, self.frames = frames_of(devices, transport, rank=rank, stages=stages, policy=policy)
-        self.fetches = not all(stage.plain for stage in stages.values())
-        self.loss, self.update, self.parameters, self.seed = loss, update, parameters, seed
-        self.model_guards = model_guards
+    def __post_init__(self) -> None:
+        self.fetches = not all(stage.plain for stage in self.stages.values())
         self.run: dict[Op, Callable[[Step, Instruction], None]] = dict.fromkeys(_BACKWARDS, self._backward)
         self.run |= {Op.F: self._forward, Op.W: self._backward_weights, Op.U: self._update}
-        self.losses: dict[int, torch.Tensor] = {}
-        self.outputs: dict[int, Any] = {}
 
     def step(self, step: Step) -> None:
-        """Run a step of training."""
+        """Run a step of training.
+
+        Raises:
+            StageError: A layer failed, or what runs next to the layers was refused.
+            TransportError: A rank did not answer.
+        """
+        # 1. Get ready: a watched step runs each instruction under guards.
         step = dataclasses.replace(step, observed=self.policy.observed(step.messages))
         self.losses, self.outputs, instruction = {}, {}, None
         run, now, stop = self.guards.watched(step, self.run), self.meter.now, self.meter.stop
@@ -90,15 +96,17 @@ class Engine:
                 self.update.begin()
             self.replicas.begin(step)
             if fetches:
-                self.memory.begin([_pass(instruction) for instruction in step.program])
+                self.memory.begin(step.passes)
+            # 2. Run the program. Ctrl-C takes effect here only: all of an update or nothing.
             for number, instruction in enumerate(step.program):
-                if self.update.begun == begun:  # all of an update or nothing
+                if self.update.begun == begun:
                     self.interrupts.check()
                 if fetches:
-                    self._ahead(step.program, number)
+                    self._prefetch(step.program, number)
                 started = now()
                 run[instruction.op](step, instruction)
                 stop(instruction, started)
+            # 3. Wait for what was sent.
             instruction = None
             self.frames.end(step)
         except BaseException as error:
@@ -107,7 +115,7 @@ class Engine:
         self.guards.ran()
 
     def evaluate(self, step: Step) -> Any:
-        """Run one micro-batch forward in eval mode; returns the outputs where the last stage is."""
+        """Run one micro-batch forward in eval mode; return the outputs where the last stage is."""
         outputs = instruction = None
         try:
             self._begin(step)
@@ -121,7 +129,7 @@ class Engine:
             self._fail(step, instruction, error)
         return outputs
 
-    def _ahead(self, program: Sequence[Instruction], number: int) -> None:
+    def _prefetch(self, program: Sequence[Instruction], number: int) -> None:
         """Pass the position to the memory thread; weights of the next backward come while this runs."""
         self.memory.at(number)
         following = program[number + 1] if number + 1 < len(program) else None
@@ -130,7 +138,7 @@ class Engine:
 
     def _fail(self, step: Step, instruction: Instruction | None, error: BaseException) -> NoReturn:
         """Raise the described error, SystemExit in a layer included; Ctrl-C stays what it is."""
-        failure = self.failures.worded(place(step, instruction), error)
+        failure = self.failures.of_step(step, instruction, error)
         if isinstance(error, KeyboardInterrupt):
             raise error
         raise failure from error
@@ -147,6 +155,7 @@ class Engine:
         index = instruction.micro_batch
         assert index is not None
         stage, batch = self.stages[instruction.stage], step.micro_batches[index]
+        # 1. Inputs come, layers run, outputs go.
         items = self.frames.gather_inputs(step, instruction)
         with self.replicas.forward(stage.index, index):
             sent, outputs = stage.forward(
@@ -157,11 +166,12 @@ class Engine:
                 batch=batch.batch,
             )
         self.frames.send_outputs(step, instruction, sent)
+        # 2. The last stage has a loss, from which the backward begins.
         if stage.last:
             self._set_loss(step, stage, index, outputs, batch)
             if step.keeps_outputs:
                 self.outputs[index] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
-        # Behind the loss: it may write to the outputs, and a backward reads memory as it is by then.
+        # 3. After the loss, which may write to the outputs: a backward reads memory as it is by then.
         if stage.stores:
             stage.saved.offload(index, self.frames.packed)
         self.frames.release_inputs(step, instruction)
@@ -176,10 +186,10 @@ class Engine:
 
     def _set_loss(self, step: Step, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
         # Outputs may be parameters.
-        with stage.weights.backward(index), self.guards.loss(stage.index, self.loss):
-            mean = mean_loss(self.loss, outputs, batch.targets, autocast=stage.autocast)
+        with stage.weights.backward(index), self.guards.loss(stage.index, self.criterion.loss):
+            mean = self.criterion(outputs, batch.targets)
         if index == step.messages.first:
-            check_loss_uses_outputs_only(mean, outputs, self.parameters)
+            self.criterion.check_reads(mean, outputs)
         if (watch := stage.running[index].watch) is not None:
             watch.check_loss(mean)
         stage.lose(index, self.update.scale.apply(mean * batch.share, batch.batch))
@@ -205,7 +215,3 @@ class Engine:
     def _update(self, step: Step, instruction: Instruction) -> None:
         self.update.step(instruction.stage)
         self.replicas.updated(instruction.stage)
-
-
-def _pass(instruction: Instruction) -> Pass:
-    return Pass(instruction.stage, instruction.micro_batch, instruction.op in _READS)

@@ -1,16 +1,28 @@
-"""Text of an error in a step: the rank, the stage, the instruction, and what happened there."""
+"""Errors and Ctrl-C in a step.
+
+An error is told with its rank, stage and instruction. Ctrl-C takes effect between two instructions, where no
+lock or thread is half done, and never inside an update, but after it. A second one takes effect at once, and
+nothing goes on then."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import functools
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ...compression.errors import PenstockError, StageError, TransportError
-from ...stages.stage.stage import Stage
-from ..distributed.transport import Transport
 from ..schedules.instruction import Instruction, Op
-from .step_planner import Step
+
+if TYPE_CHECKING:
+    from ...stages.stage.stage import Stage
+    from ..distributed.transport import Transport
+    from .step_planner import Step
 
 WORDS = {
     Op.F: "forward",
@@ -47,7 +59,17 @@ class Failures:
                 f"these ranks stopped in the middle of a step ({self.first}); start them anew"
             )
 
-    def worded(self, where: str, error: BaseException) -> PenstockError:
+    def of_step(self, step: Step, instruction: Instruction | None, error: BaseException) -> PenstockError:
+        """Describe an error in a step; ``instruction`` is None before its first one, and after its last."""
+        if instruction is None:
+            where = f"step {step.number}" if step.training else "evaluation"
+        else:
+            stage, op, index = instruction
+            of = "" if index is None else f" of micro-batch {index}"
+            where = f"stage {stage}, {WORDS[op]}" + f"{of}, step {step.number}" * step.training
+        return self.describe(where, error)
+
+    def describe(self, where: str, error: BaseException) -> PenstockError:
         """Say of an error where it was, leave word for the other ranks, and let go of what was running."""
         kind = type(error) if isinstance(error, PenstockError) else StageError
         what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
@@ -77,12 +99,65 @@ def _of_memory(what: str, error: BaseException | None) -> str:
     )
 
 
-def place(step: Step, instruction: Instruction | None) -> str:
-    """Describe the place in a step; None: before its first instruction, or after its last."""
-    if instruction is None:
-        return f"step {step.number}" if step.training else "evaluation"
-    what = f"stage {instruction.stage}, {WORDS[instruction.op]}"
-    if not step.training:
-        return what
-    of = "" if instruction.micro_batch is None else f" of micro-batch {instruction.micro_batch}"
-    return f"{what}{of}, step {step.number}"
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Interrupts:
+    """Holds back the Ctrl-C of a main thread in which nobody else handles it."""
+
+    def __init__(self, failures: Failures) -> None:
+        self.failures, self.asked, self._inside = failures, False, threading.RLock()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """The block in which one thread uses the pipeline, and its Ctrl-C waits.
+
+        Raises: StageError: another thread is inside."""
+        if not self._inside.acquire(blocking=False):
+            raise StageError(
+                "a pipeline does one thing at a time, and another thread uses it now; wait for that"
+            )
+        try:
+            with self._held():
+                yield
+        finally:
+            self._inside.release()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Delay Ctrl-C until ``check``, or the end of the block."""
+        mine = threading.current_thread() is threading.main_thread()
+        if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        self.asked = False
+        signal.signal(signal.SIGINT, self._hear)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self.check()
+
+    def check(self) -> None:
+        """Let a Ctrl-C that was held back take effect."""
+        if self.asked:
+            self.asked = False
+            raise KeyboardInterrupt
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            self.asked = False
+            self.failures.closed = "was interrupted in the middle of an instruction"
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def held(method: Method) -> Method:
+    """A method of a pipeline that one thread runs at a time, and during which Ctrl-C waits."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.interrupts.alone():
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]

@@ -2,7 +2,13 @@
 
 The frame that goes downstream, the one that the next user of the value gets, and the one whose bitmap the
 gradient reuses on its way back are the same bytes in the same storage. A frame belongs to its message.
-One module packs on every path out of a stage, and unpacks once."""
+One module packs on every path out of a stage, and unpacks once.
+
+    stage 0                   stage 1                                        stage 2
+    pack value -> sent        receive -> arrived, unpack
+                              send on: the frame that arrived (forwarded)    receive -> arrived, unpack
+                              pack gradient by the bitmap of arrived      <- pack gradient by its bitmap
+    unpack by bitmap of sent  release arrived"""
 
 from __future__ import annotations
 
@@ -17,8 +23,6 @@ from ...compression.codec import buffer_bytes, decode_received, pack_into
 from ...compression.errors import CodecError, StageError
 from ...compression.frame import FrameSpec
 from ...compression.geometry import geometry
-from ...compression.names import HOST
-from ...stages.tracing.dataflow import NUMBERS
 from ..distributed.transport import Transport
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Message
@@ -127,29 +131,29 @@ class Frames:
         began = time.perf_counter()
         frame = self.transport.receive(message)
         came = time.perf_counter()
+        # 1. What must have come: of a gradient the bitmap of its value, and none at all of a frozen one.
         promise, value, mask = message.promise, message.answers, None
         if value is not None:
             if message.masked:
                 mask = self.sent[value]
             if self.frozen and (message.target, value) in self.frozen:
                 promise = promise._replace(none=True)
+        # 2. Unpack.
         try:
             frame, item, asks = self._opened(message, frame, promise, mask)
         except CodecError as error:
             place = f"from stage {message.source} on rank {message.ranks[0]}"
             raise CodecError(f"{message}, {place}: {error}") from error
         if message.micro_batch == step.observed and value is None and item is not None:
-            if not promise.number:
-                self.policy.arriving(message, item)
+            self.policy.arriving(message, item)
         self.meter.waited += came - began
         self.meter.packing += time.perf_counter() - came
+        # 3. A gradient's frame is done with; a value's is kept for its next user and its gradient.
         if value is not None:
             frame.release()
             return item
         self.arrived[message] = frame
         assert item is not None, "None is not promised for a value"
-        if promise.number:
-            return item.item()
         if promise.requires_grad:
             item.requires_grad_(asks)
             if not item.requires_grad:
@@ -173,7 +177,7 @@ class Frames:
         num_bytes = pack_into(item, buffer, codec=name, requires_grad=asks, mask=bitmap, pooled=True)
         self.meter.packing += time.perf_counter() - began
         frame = Frame(buffer, num_bytes, pool)
-        if self.noted and item is not None and message.answers is None and not promise.number:
+        if self.noted and item is not None and message.answers is None:
             if not item.is_conj() and not item.is_neg():  # a frame holds what that means, memory what it was
                 self.packed[message.value] = item, frame.hold()
         return frame
@@ -183,9 +187,7 @@ class Frames:
     ) -> tuple[torch.Tensor | None, str, Frame | None, bool]:
         """Return the tensor to be packed, its codec, its bitmap, and whether it asks for a gradient."""
         promise, value = message.promise, message.answers
-        if promise.number:
-            item, codec = torch.tensor(item, dtype=NUMBERS[type(item)], device=HOST), "raw"  # as it is now
-        elif isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor):
             if (
                 item.stride() != promise.strides
                 or item.shape != promise.sizes

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...compression.errors import StageError, TransportError
-from ..distributed.replica_group import ReplicaGroup
+from ..distributed.process_group import ReplicaGroup
 from ..optimizer.flat import FlatGradients, Slice
 
 

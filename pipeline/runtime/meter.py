@@ -1,19 +1,33 @@
-"""Meter of a step: seconds, waits and bytes of every instruction, and the reports of its stages.
+"""Meters of a step: seconds, waits and bytes of every instruction, and the memory of stages.
 
-The loop that runs the instructions calls it at the end of each of them."""
+The loop that runs the instructions calls the meter at the end of each of them. Of memory, what the system
+says and what can be counted are reported next to each other: their difference is what nobody planned for."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ...compression.buffers import Frame
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...compression.buffers import Frame, Pool
+from ...stages.device import Device, is_gpu
+from ...stages.memory.byte_budget import Tiers
+from ...stages.memory.parameter_offload import OffloadedParameters
+from ...stages.plan.memory_model import copies
+from ...stages.plan.plan import Plan
 from ...stages.stage.stage import Stage
-from ..schedules.instruction import Instruction, Op
-from ..schedules.messages import Flow, Message
-from ..schedules.span import Span
+from ..schedules.instruction import Flow, Instruction, Op, Span
+from ..schedules.messages import Message
 from .report import StageReport
 from .step_planner import Step
 
@@ -96,3 +110,155 @@ class Meter:
             self.reports[index].saved_kept += now[1] - before[1]
             self.reports[index].exposed_seconds += now[2] - before[2]
             self.saved[index] = now
+
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class ResidentMemory:
+    """The most memory of this process since ``begin``, above what it had without ``model_bytes``.
+
+    Linux tells it as VmHWM and lets it start anew; elsewhere it is the most since the process began."""
+
+    def __init__(self, *, model_bytes: int) -> None:
+        self.base = max(0, _status("VmRSS") - model_bytes)
+
+    def begin(self) -> None:
+        """Forget what was reached so far."""
+        with contextlib.suppress(OSError):
+            CLEAR.write_text("5")
+        # The system's own count is asked without a file; it may have begun with the process before this one.
+        self.counts = _most_of_all() <= _status("VmHWM")
+
+    def most(self) -> int:
+        """Bytes."""
+        return max(0, (_most_of_all() if self.counts else _status("VmHWM")) - self.base)
+
+
+class Usage:
+    """Memory of the stages of this process, step by step.
+
+    Args:
+        parameters: Those of every stage; optimizers: theirs, where a stage has one.
+        resident: The memory of the process; devices: where the stages compute.
+        mirrors: Of the parameters, where a stage has one.
+        tiers: Those of the process; pool: of frames on their way."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Mapping[int, Sequence[torch.Tensor]],
+        optimizers: Mapping[int, Optimizer],
+        *,
+        resident: ResidentMemory,
+        devices: Mapping[int, Device],
+        mirrors: Mapping[int, OffloadedParameters],
+        tiers: Tiers | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        self.tiers, self.pool = tiers or Tiers(), pool or Pool()
+        self.mirrors = mirrors
+        self.plan, self.parameters, self.optimizers, self.resident = plan, parameters, optimizers, resident
+        self.devices = devices
+        for device in {id(device): device for device in devices.values()}.values():
+            device.reset_peak()
+        self.live, self.waited = dict.fromkeys(parameters, 0), 0.0
+        self.held: dict[int, tuple[object, int]] = {}
+        self.tiers.fix(sum(map(self._stays, parameters)))
+        self.tiers.begin()
+
+    def restart(self) -> None:
+        """Nothing is in flight."""
+        self.live = dict.fromkeys(self.live, 0)
+
+    def fill(
+        self, reports: Mapping[int, StageReport], spans: Iterable[Span], *, rank: int
+    ) -> Mapping[int, StageReport]:
+        """Complete the reports of a step of this process by what its stages held.
+
+        A micro-batch holds what its forward was measured to save, less what a store spared of it."""
+        most = dict(self.live)
+        forwards = dict.fromkeys(self.live, 0)
+        live = self.live
+        for _, stage, op, *_ in spans:
+            if op == "F":
+                forwards[stage] += 1
+                live[stage] += 1
+                if live[stage] > most[stage]:
+                    most[stage] = live[stage]
+            elif op in "BW":
+                live[stage] -= 1
+        resident, kept, fixed = self.resident.most(), 0, 0
+        for stage, report in reports.items():
+            planned = self.plan.stages[stage]
+            left = planned.saved_bytes - (report.saved_raw - report.saved_kept) // max(1, forwards[stage])
+            device = self.devices[stage]
+            options = {"tier": planned.tier, "recompute": planned.recompute, "device": device.torch.type}
+            entered = self.plan.bytes_entering(stage)
+            sizes = {"saved": planned.saved_bytes, "near": planned.near_bytes, "packed": left}
+            saved = copies(most[stage], **options).of(**sizes, entered=entered)
+            kept += saved * (planned.tier == "device")
+            report.device_bytes = device.peak_bytes or 0
+            report.rank, report.live_micro_batches, report.resident_bytes = rank, most[stage], resident
+            mirror = self.mirrors.get(stage)
+            moved = 0 if mirror is None else mirror.peak_bytes + mirror.kept_bytes
+            stays = self._stays(stage) + report.versions_bytes
+            report.peak_bytes = stays + moved + saved
+            fixed += stays
+        fixed += self.pool.num_bytes
+        grew = max(0, fixed - self.tiers.fixed)  # by what an optimizer made at its first step, and frames
+        peaks = self.tiers.peaks
+        for report in reports.values():
+            report.device_tier, report.packed_tier = peaks["device"] + kept, peaks["packed"]
+            report.host_tier, report.disk_tier, report.grew_bytes = peaks["host"], peaks["disk"], grew
+            report.held_up_seconds = self.tiers.seconds_waited - self.waited
+        self.waited = self.tiers.seconds_waited
+        self.tiers.fix(fixed)
+        self.tiers.begin()
+        return reports
+
+    def _stays(self, stage: int) -> int:
+        """The ``state_bytes`` of what a stage does not move, counted anew where a parameter was frozen or
+        got its state."""
+        parameters, optimizer = self.parameters[stage], self.optimizers.get(stage)
+        asked = len(optimizer.state) if optimizer else 0, [p.requires_grad for p in parameters]
+        if stage not in self.held or self.held[stage][0] != asked:
+            self.held[stage] = asked, state_bytes(parameters, optimizer)
+        return self.held[stage][1]  # all that a mirror moves is away now
+
+
+def bytes_in_memory(model: nn.Module) -> int:
+    """Return the bytes of parameters and buffers in this process's own memory, on no device."""
+    tensors = (t for t in (*model.parameters(), *model.buffers()) if not t.is_meta)
+    return sum(t.nbytes for t in tensors if not is_gpu(t.device))
+
+
+def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None) -> int:
+    """Bytes of parameters, their gradients in a step, and what the optimizer keeps for them."""
+    total = sum(p.nbytes * (1 + p.requires_grad) for p in parameters)
+    kept = [] if optimizer is None else optimizer.state.values()
+    return total + sum(
+        item.numel() * item.itemsize  # of a sparse one, what a dense one would take
+        for state in kept
+        for item in state.values()
+        if isinstance(item, torch.Tensor)
+    )
+
+
+def _status(name: str) -> int:
+    """A line of /proc/self/status in bytes; without one, the high-water mark that every Unix has."""
+    with contextlib.suppress(OSError):
+        file = os.open(STATUS, os.O_RDONLY)
+        try:
+            _, found, rest = os.read(file, 1 << 13).partition(b"\n%b:" % name.encode())
+        finally:
+            os.close(file)
+        if found:
+            return 1024 * int(rest.split(maxsplit=1)[0])
+    return _most_of_all()
+
+
+def _most_of_all() -> int:
+    """The high-water mark that every Unix has, in bytes."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most

@@ -19,8 +19,7 @@ from ...stages.plan.plan import Plan
 from ...stages.stage.stage import Stage
 from ...stages.tracing.layers import is_local
 from ...stages.tracing.tracer import LayerGraph
-from ..distributed.process_group import World
-from ..distributed.replica_group import ReplicaGroup
+from ..distributed.process_group import ReplicaGroup, World
 from ..optimizer.clip import DTYPES
 from ..optimizer.flat import FlatGradients
 from ..schedules.instruction import Op

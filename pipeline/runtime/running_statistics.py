@@ -22,7 +22,7 @@ from ...compression.errors import StageError
 from ...stages.device import is_gpu
 from ...stages.stage.stage import Stage
 from ...stages.tracing.leaf_modules import is_compiled
-from ..distributed.replica_group import ReplicaGroup
+from ..distributed.process_group import ReplicaGroup
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _OF_SHAPE = ("__get__", "__len__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")

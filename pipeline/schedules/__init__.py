@@ -6,13 +6,8 @@ from functools import partial
 from ...compression.errors import ScheduleError
 from .async_1f1b import async_1f1b
 from .custom import custom
-from .dualpipev import dualpipev
-from .gpipe import gpipe
 from .instruction import Instruction
-from .interleaved import interleaved
-from .one_f_one_b import one_f_one_b
-from .zb_h1 import zb_h1
-from .zbv import zbv
+from .synchronous import dualpipev, gpipe, interleaved, one_f_one_b, zb_h1, zbv
 
 # (stages_of_rank, num_micro_batches, *, extra_in_flight=0) -> one program per rank
 Schedule = Callable[..., list[list[Instruction]]]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from .building_blocks import check, check_no_extra
 from .instruction import Instruction, Op
-from .unit import check, check_no_extra
 
 
 def async_1f1b(

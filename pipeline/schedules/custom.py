@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...compression.errors import ScheduleError
+from .building_blocks import check_counts
 from .instruction import Instruction, parse, parse_program, show
-from .unit import check_counts
 
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")  # torch may run these side by side; here one by one
 _DERIVED = re.compile(  # what the engine does of its own accord

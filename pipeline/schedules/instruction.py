@@ -3,9 +3,11 @@
 A schedule is then a list that can be read, compared with a literal, verified, drawn and run.
 """
 
+from __future__ import annotations
+
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...compression.errors import ScheduleError
@@ -38,6 +40,9 @@ class Instruction(NamedTuple):
         return f"{self.stage}{self.op.value}{'' if self.micro_batch is None else self.micro_batch}"
 
 
+Programs = Sequence[Sequence[Instruction]]
+"""One program, in order, for each rank."""
+
 _WRITTEN = re.compile(r"([0-9]{1,9})(?:([FBIW])([0-9]{1,9})|(U))")
 
 
@@ -63,3 +68,56 @@ def show(program: Iterable[Instruction]) -> str:
 def parse_program(text: str) -> list[Instruction]:
     """Read a program written by ``show``; raises ScheduleError naming the word it cannot read."""
     return [parse(word) for word in text.split()]
+
+
+class Span(NamedTuple):
+    """One instruction as it ran, in seconds since the step began; first it waited for ``waiting`` seconds.
+
+    ``packing``: seconds of it in which frames were packed and unpacked. ``bytes_raw`` and ``bytes_sent``: the
+    tensors that it sent to other stages, before and after packing, with ``codec``.
+    """
+
+    rank: int
+    stage: int
+    op: str
+    micro_batch: int | None
+    start: float
+    waiting: float
+    end: float
+    packing: float = 0.0
+    bytes_raw: int = 0
+    bytes_sent: int = 0
+    codec: str = ""
+
+    @property
+    def name(self) -> str:
+        """The instruction as text: ``1F3``."""
+        return f"{self.stage}{self.op}{'' if self.micro_batch is None else self.micro_batch}"
+
+    @property
+    def computing(self) -> float:
+        """Seconds of computing and packing."""
+        return self.end - self.start - self.waiting
+
+
+def bubbles(spans: Sequence[Span], *, num_ranks: int) -> tuple[float, ...]:
+    """For every rank the share of the step, from 0 to the last span's end, in which it computes nothing."""
+    seconds = max((span.end for span in spans), default=0.0)
+    busy = [0.0] * num_ranks
+    for span in spans:
+        busy[span.rank] += span.computing
+    return tuple(1 - one / seconds if seconds else 0.0 for one in busy)
+
+
+class Flow(NamedTuple):
+    """All frames of one value from stage to stage ("F"), or of its gradient ("B")."""
+
+    value: str
+    way: str
+    source: int
+    target: int
+
+    @property
+    def downstream(self) -> Flow:
+        """The flow of the value whose gradient this is."""
+        return Flow(self.value, "F", self.target, self.source)

@@ -8,31 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from ...compression.frame import FrameSpec, frame_bytes
 from ...stages.stage.value_routing import Route
-from ...stages.tracing.dataflow import Value
-from .instruction import Instruction, Op
+from .instruction import Flow, Instruction, Op
 
-_RAW = frozenset({"raw"})
-_NOTHING = FrameSpec((), torch.uint8, (), _RAW)
-
-
-class Flow(NamedTuple):
-    """All frames of one value from stage to stage ("F"), or of its gradient ("B")."""
-
-    value: str
-    way: str
-    source: int
-    target: int
-
-    @property
-    def downstream(self) -> Flow:
-        """The flow of the value whose gradient this is."""
-        return Flow(self.value, "F", self.target, self.source)
+_NOTHING = FrameSpec((), torch.uint8, (), frozenset({"raw"}))
 
 
 _NO_FLOW = Flow("", "F", 0, 0)
@@ -130,9 +113,10 @@ def micro_batch_messages(
         for number, target in route.sends:
             value = record.values[number]
             masked = value.requires_grad and not value.parameter and number in route.stops
-            ranks = rank_of(stage, index), rank_of(target, index)
+            ranks, asks = (rank_of(stage, index), rank_of(target, index)), value.requires_grad
+            promise = FrameSpec(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
             message = made[number, target] = Message(
-                Op.F, index, number, stage, target, masked, value.name, _promise(value, codecs),
+                Op.F, index, number, stage, target, masked, value.name, promise,
                 value.num_bytes, frame_bytes(value.shape, value.dtype), ranks,
                 made[number, stage] if number in route.forwards else None,
                 None, Flow(value.name, "F", stage, target),
@@ -156,14 +140,6 @@ def _to(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
 
 def _from(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
     return tuple(message for message in messages if message.source == stage)
-
-
-def _promise(value: Value, codecs: frozenset[str]) -> FrameSpec:
-    """FrameSpec of the frame of a value."""
-    if value.number is not None:
-        return FrameSpec((), value.dtype, (), _RAW, number=True)
-    asks = value.requires_grad
-    return FrameSpec(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
 
 
 def _gradient(down: Message, codecs: frozenset[str], *, sure: bool) -> Message:

@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 from ...compression.errors import ScheduleError
 from ...stages.plan.plan import Plan
-from .instruction import Instruction, Op, parse
-from .live import Programs
+from .instruction import Instruction, Op, Programs, Span, bubbles, parse
 from .messages import Message, StepMessages
-from .span import Span, bubbles
 
 EXCHANGE_RATE = 1e9  # bytes per second that are copied, or passed on one machine: seen of 44 MB between two
 _FLOAT = 4  # bytes of a parameter: a plan knows their number

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ...compression.errors import ScheduleError
-from .instruction import Instruction, Op
+from .instruction import Instruction, Op, Programs
 
 Edges = Sequence[tuple[int, int]]
-Programs = Sequence[Sequence[Instruction]]
 Channel = tuple[int, int]
 RankOf = Callable[[int, int], int]  # who runs a stage for a micro-batch
 Sent = tuple[int, int, int, Op]  # source stage, target stage, micro-batch, F or B
@@ -146,15 +145,18 @@ def verify(
     Raises:
         ScheduleError: an instruction is missing, doubled or misplaced, or the programs wait for each other.
     """
+    # 1. Each stage runs somewhere, each instruction once, on the rank that its micro-batch is dealt to.
     _check_edges(edges)
     ranks = _ranks_of_stages(programs, edges, several=rank_of is not None)
     rank_of = rank_of or (lambda stage, micro_batch: ranks[stage][0])
     _check_instructions(programs, num_micro_batches, ranks, rank_of, asynchronous)
+    # 2. Each stage takes micro-batches in ascending order, F before B, and updates after its backwards.
     for stage, owners in enumerate(ranks):
         for rank in owners:
             own = [instruction for instruction in programs[rank] if instruction.stage == stage]
             _check_order(own, rank)
             (_check_each_update if asynchronous else _check_last_update)(own, rank)
+    # 3. Nobody waits for ever.
     return PaperRun(programs, edges, rank_of, window).finish()
 
 

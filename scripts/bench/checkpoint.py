@@ -27,7 +27,7 @@ from penstock.conf.parts import CheckpointConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.checkpoint import Checkpoint
 from penstock.pipeline.distributed.launcher import init
-from penstock.pipeline.distributed.signals import Stopped
+from penstock.pipeline.distributed.processes import Stopped
 from penstock.pipeline.run import console
 from penstock.pipeline.run.checkpoints import Checkpoints
 from penstock.pipeline.run.planning import decide, model_name

@@ -39,7 +39,7 @@ from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.training_loop import loss
-from penstock.pipeline.runtime.process_memory import ResidentMemory
+from penstock.pipeline.runtime.meter import ResidentMemory
 from penstock.stages.files import reason, save_json
 from penstock.stages.memory.disk import Disk, DiskOptions, timed
 from penstock.stages.plan.plan import Plan

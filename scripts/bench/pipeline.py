@@ -36,10 +36,9 @@ from penstock.pipeline.run.metrics import DIRECTIONS, Totals, ratio
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.training_loop import loss
-from penstock.pipeline.schedules.instruction import Instruction
+from penstock.pipeline.schedules.instruction import Instruction, Span
 from penstock.pipeline.schedules.messages import Message, StepMessages
 from penstock.pipeline.schedules.simulate import durations, simulate
-from penstock.pipeline.schedules.span import Span
 from penstock.stages.plan.plan import Plan
 from penstock.stages.profiling.measure import measure
 from penstock.stages.tracing.tracer import trace
@@ -418,7 +417,7 @@ class Ours(Racer):
 
     def measured(self, parameter_bytes: Mapping[str, int], *, rate: float | None) -> dict[str, Any]:
         """Bytes, bubbles, most versions of the weights, and the depth and best step that ``auto`` found."""
-        messages, totals, policy = self.pipe.engine.meter.step.messages, self.totals, self.pipe.policy
+        messages, totals, policy = self.pipe.meter.step.messages, self.totals, self.pipe.policy
         sizes = [sum(parameter_bytes.get(name, 0) for name in s.parameters) for s in self.plan.stages]
         return {name: sum(stage[name] for stage in totals.stages) / totals.num_steps for name in BYTES} | {
             "flew": policy.extra,
@@ -621,7 +620,7 @@ def _steps(pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
     start, busy = time.perf_counter(), time.thread_time()
     for _ in range(STEPS_OF_COST):
         pipe.step(*batch)
-        for span in pipe.engine.meter.spans:
+        for span in pipe.meter.spans:
             packing.setdefault((span.stage, span.op), []).append(span.packing)
     busy, taken = time.thread_time() - busy, time.perf_counter() - start
     # Packing is timed by the clock, so a few spans include what others on the machine ran: medians do not.

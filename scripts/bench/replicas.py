@@ -28,10 +28,9 @@ from penstock.pipeline.run.metrics import DIRECTIONS
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.training_loop import loss
-from penstock.pipeline.schedules.instruction import Instruction, Op
+from penstock.pipeline.schedules.instruction import Instruction, Op, Span
 from penstock.pipeline.schedules.replicated import step_programs
 from penstock.pipeline.schedules.simulate import durations, simulate, simulate_plan
-from penstock.pipeline.schedules.span import Span
 from penstock.stages.plan.plan import Plan
 from penstock.stages.units import show_bytes
 
@@ -258,7 +257,7 @@ class Side:
         def work(one: Instruction) -> float:
             return known.get((one.stage, one.op.value), 0.0)
 
-        return simulate(self.pipe.engine.meter.step.messages, work=work, transfer=lambda _: 0.0).seconds
+        return simulate(self.pipe.meter.step.messages, work=work, transfer=lambda _: 0.0).seconds
 
 
 def update_seconds(spans: Sequence[Span]) -> float:

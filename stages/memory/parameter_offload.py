@@ -83,7 +83,7 @@ class EvictableParameter:
             raise StageError(
                 "a parameter of a mirror is written to where it is near, found one of shape "
                 f"{tuple(self._memory.like.shape)} and {self.parameter.dtype} that was written to while it "
-                "was away; write to it inside of Pipeline.near()"
+                "was away; write to it inside of Pipeline.parameters_resident()"
             )
 
     def evicted(self, kept: Kept) -> Iterator[tuple[Tensor, EvictableTensor]]:

@@ -1,4 +1,4 @@
-"""The guard of ``guard=true``: it names the first layer whose output, or gradient, is NaN or infinite.
+"""Anomaly detection: name the first layer whose output, or gradient, is NaN or infinite.
 
 A NaN spreads to the loss, to all gradients and then to all weights, so only a look at every layer as it
 runs tells where it began. Infinite outputs may be right (masks are filled with them): they are only
@@ -84,8 +84,8 @@ class Watch:
             if not (self._is_unwritten(layer, tensor) or _finite(tensor)):
                 if count := _count(torch.isnan(tensor)):
                     raise StageError(
-                        f"guard=true refuses NaN in the output of a layer, found {count} of {tensor.numel()} "
-                        f"elements of that of layer {layer.name}{self.first}; {_REMEDY}"
+                        f"detect_anomaly=true refuses NaN in the output of a layer, found {count} of "
+                        f"{tensor.numel()} elements of that of layer {layer.name}{self.first}; {_REMEDY}"
                     )
                 self.note(f"infinite first in layer {layer.name}")
             if self.gradients and tensor.requires_grad:
@@ -95,7 +95,8 @@ class Watch:
         """Refuse a loss (before its scale) that is NaN or infinite."""
         if not _finite(loss):
             raise StageError(
-                f"guard=true refuses a loss that is not finite, found {loss.item()}{self.first}; {_REMEDY}"
+                f"detect_anomaly=true refuses a loss that is not finite, found {loss.item()}{self.first}; "
+                f"{_REMEDY}"
             )
 
     def _is_unwritten(self, layer: Layer, tensor: torch.Tensor) -> bool:
@@ -125,8 +126,8 @@ def _check_gradient(gradient: torch.Tensor, of: str, first: str) -> None:
     if gradient.dtype in CHECKED and not _finite(gradient):
         nan, infinite = _count(torch.isnan(gradient)), _count(torch.isinf(gradient))
         raise StageError(
-            f"guard=true refuses NaN and infinite gradients, found {nan} NaN and {infinite} infinite of "
-            f"{gradient.numel()} elements in the gradient of {of}{first}; {_REMEDY}"
+            f"detect_anomaly=true refuses NaN and infinite gradients, found {nan} NaN and {infinite} "
+            f"infinite of {gradient.numel()} elements in the gradient of {of}{first}; {_REMEDY}"
         )
 
 

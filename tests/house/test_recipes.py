@@ -136,7 +136,7 @@ def test_auto_tries_a_codec_on_the_dtypes_that_it_declares(trim, monkeypatch):
 SCHEDULE = '''
 """GPipe by pairs: at most two micro-batches in flight."""
 
-from penstock.pipeline.schedules.unit import backward, check, forward
+from penstock.pipeline.schedules.building_blocks import backward, check, forward
 
 
 def pairs(stages_of_rank, num_micro_batches, *, extra_in_flight=0):

@@ -65,7 +65,7 @@ def trained(tmp_path, *, host=None, **options):
     reports = [pipe.step(x, y) for x, y in batches()]
     state = pipe.state_dict()["model"]
     pipe.close()
-    return reports, state, (plan.memory or 0) + 3 * LAYER + pipe.engine.transport.pool.num_bytes
+    return reports, state, (plan.memory or 0) + 3 * LAYER + pipe.engine.frames.transport.pool.num_bytes
 
 
 def differences(state) -> list[str]:

@@ -115,12 +115,12 @@ def test_close_gives_the_model_all_that_it_had():
     assert all(p.grad is not None and p.numel() for p in model.parameters())
 
 
-def test_inside_of_near_people_read_and_write():
+def test_while_parameters_are_resident_people_read_and_write():
     model = deep(3)
     pipe = made(model)
     pipe.step(BATCH, BATCH)
-    with pipe.near(), torch.no_grad():
-        with pipe.near():
+    with pipe.parameters_resident(), torch.no_grad():
+        with pipe.parameters_resident():
             pass
         assert all(p.grad is not None for p in model.parameters())
         assert {len(state) for state in pipe.update.optimizers[0].state.values()} == {3}
@@ -356,7 +356,7 @@ def test_an_overflow_in_one_layer_skips_the_update_of_all(clip, far):
     for (x, y), expected in zip(batches, loop, strict=True):
         pipe.step(x, y)
         assert state_differences(pipe.state_dict(), plain, expected["optimizer"]) == []
-        with pipe.near():
+        with pipe.parameters_resident():
             for name, parameter in model.named_parameters():
                 assert same_bits(parameter.grad, expected["gradients"][name]), name
         finite = [bool(gradient.isfinite().all()) for gradient in expected["gradients"].values()]

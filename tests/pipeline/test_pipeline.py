@@ -162,6 +162,14 @@ def test_a_step_leaves_the_random_state_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_old_names_are_refused_or_warn_with_the_new_one():
+    with pytest.raises(penstock.PlanError, match=r"guard=True; give detect_anomaly=True"):
+        small(guard=True)
+    pipe, _, _ = made("mlp")
+    with pytest.warns(DeprecationWarning, match="parameters_resident"), pipe.near():
+        pass
+
+
 def test_layer_seed_is_the_documented_number():
     assert penstock.layer_seed(0, 0, 0, "dropout") == 12995183463595033382
 

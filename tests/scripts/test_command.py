@@ -50,6 +50,7 @@ SPELLING = {
     "no_such_key=1": "no_such_key=1: there is no option no_such_key; known are autocast, batch_size",
     "+clip.kind=1": "clip.kind=1: there is no option clip.kind",
     "rank=1": "did you mean ranks?",
+    "guard=true": "did you mean detect_anomaly? write detect_anomaly=true",
     "clip.nrom=1": "did you mean clip.norm?",
     "ranks=two": "ranks takes a whole number, not two",
     "deterministic=perhaps": "deterministic takes true or false, not perhaps",

@@ -24,7 +24,7 @@ from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.data.samples import Description
 from penstock.pipeline.run import build, early
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.pipeline.schedules.placement import layout
+from penstock.pipeline.schedules.building_blocks import layout
 from penstock.scripts import flags, usage
 
 CONF = Path(str(resources.files("penstock.conf")))

@@ -61,7 +61,7 @@ class Case:
     late: tuple = ()  # ranks that compute on a device that does everything late
     direct: bool = False  # whose payloads go to other ranks over groups of their own, as over NCCL
     deadline: float = 30
-    guard: bool = False
+    detect_anomaly: bool = False
     parameters_tier: str = "device"
     replicas: object = 1
     exact: bool = False
@@ -200,7 +200,7 @@ def pipeline_of(case, plan, model, *, world=None):
             scaler=scaler_of(case),
             autocast=case.autocast,
             deadline=case.deadline,
-            guard=case.guard,
+            detect_anomaly=case.detect_anomaly,
             world=world,
             memory=MemoryOptions(prefetch_layers=case.near, writeout_layers=case.near),
             **values,

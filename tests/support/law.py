@@ -215,7 +215,7 @@ def step_differences(case, pipe, x, y, expected):
         losses = [pipe.engine.losses[i] for i in range(len(expected["losses"]))]
         pairs = zip(losses, expected["losses"], strict=True)
         yield from (f"loss {i}" for i, (a, b) in enumerate(pairs) if not same_bits(a, b))
-    with pipe.near():
+    with pipe.parameters_resident():
         for name, parameter in mine.items():
             if case.sharded and parameter.grad is None:  # updated by another replica
                 continue

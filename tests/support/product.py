@@ -52,7 +52,7 @@ FACTORS: dict[str, tuple] = {
     "recompute": (False, True),
     "weights_first": (False, True),
     "scheduler": (False, True, "another"),
-    "guard": (False, True),
+    "detect_anomaly": (False, True),
     "sharded": (False, True),
     "splits": (False, True),
     "evaluates": (False, True),
@@ -105,7 +105,7 @@ def unsuited(row: dict[str, Any]) -> str:
         and (has("recompute", True) or has("budget", "least")),
         "a frozen weight that forwards write to is one for all, once a forward": has("model", "Teacher")
         and (replicated or has("recompute", True) or has("budget", "least")),
-        "a guard refuses what is infinite": has("guard", True)
+        "a guard refuses what is infinite": has("detect_anomaly", True)
         and has("model", "InfiniteAtZero", "WrittenUnseen"),
         "no second forward of batch norms": replicated and has("recompute", True) and has("model", *NORMED),
         "for replicas": has("replicas", 1)

@@ -1,9 +1,9 @@
 """Helpers of the tests of schedules: stages on ranks, edges, and the count of what is in flight."""
 
 from penstock.pipeline.schedules import schedule_named
-from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program
-from penstock.pipeline.schedules.messages import Flow, Message, StepMessages
-from penstock.pipeline.schedules.placement import placement, stages_on
+from penstock.pipeline.schedules.building_blocks import placement, stages_on
+from penstock.pipeline.schedules.instruction import Flow, Instruction, Op, parse_program
+from penstock.pipeline.schedules.messages import Message, StepMessages
 from penstock.pipeline.schedules.simulate import outline, simulate
 
 PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipev": 2}

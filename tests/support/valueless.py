@@ -14,7 +14,7 @@ from zoo import build, cross_entropy
 
 import penstock
 from penstock.pipeline.run.model_file import save_model, write_in_turn
-from penstock.pipeline.runtime.process_memory import ResidentMemory
+from penstock.pipeline.runtime.meter import ResidentMemory
 
 
 def without_values(model):

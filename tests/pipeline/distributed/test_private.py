@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.distributed.private import PREFIX, SECONDS, private_folder
+from penstock.pipeline.distributed.launcher import PREFIX, SECONDS, private_folder
 
 HOLD = """
-from penstock.pipeline.distributed.private import private_folder
+from penstock.pipeline.distributed.launcher import private_folder
 with private_folder() as folder:
     print(folder, flush=True)
     input()

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
-from penstock.pipeline.distributed.process_group import hearing, thread_of
-from penstock.pipeline.distributed.replica_group import ReplicaGroup
-from penstock.pipeline.distributed.signals import Stopped
+from penstock.pipeline.distributed.process_group import ReplicaGroup, hearing, thread_of
+from penstock.pipeline.distributed.processes import Stopped
 from penstock.pipeline.distributed.thread_group import ThreadGroup
 from penstock.pipeline.distributed.threads import run_threads, worlds_of
 

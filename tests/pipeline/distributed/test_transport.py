@@ -67,7 +67,7 @@ def test_receives_are_posted_before_the_first_send_and_two_ahead():
 @pytest.mark.parametrize(("max_in_flight", "expected"), [(1, {1}), (1 << 30, {10, 20})])
 def test_bytes_in_flight_are_bounded(max_in_flight, expected):
     def most_in_flight(pipe, batches):
-        transport, most = pipe.engine.transport, []
+        transport, most = pipe.engine.frames.transport, []
         assert isinstance(transport, GlooTransport)
         transport.max_in_flight = max_in_flight
         send = transport.send

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.pipeline.optimizer.optimizers import state_per_byte
-from penstock.pipeline.runtime.process_memory import state_bytes
+from penstock.pipeline.runtime.meter import state_bytes
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 

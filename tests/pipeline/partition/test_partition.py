@@ -9,7 +9,7 @@ from profiles import MS, NET, layer_of, profile_of, profiles, value_of
 from penstock.compression.errors import CodecError, PlanError, ScheduleError
 from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.pipeline.schedules.live import live_micro_batches
+from penstock.pipeline.schedules.replicated import live_micro_batches
 from penstock.stages.plan.plan import Plan
 
 

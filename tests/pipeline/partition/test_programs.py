@@ -11,7 +11,7 @@ from programs import laid, most_in_flight
 import penstock
 from penstock import partition
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.pipeline.schedules.placement import layout
+from penstock.pipeline.schedules.building_blocks import layout
 from penstock.pipeline.schedules.replicated import endless_programs, predicted_bytes, step_programs, waiting
 from penstock.stages.weight_versions.policies import rule_named
 

@@ -143,7 +143,7 @@ def notes(**more):
         ({"micro_batches": 4}, {}, ["bits may differ .*: micro_batches=4 was 8"]),
         ({"codec": "exponent"}, {"codec": "raw"}, []),
         ({"ranks": 3, "schedule": "gpipe", "deadline": 5}, {}, []),
-        ({"epochs": 9, "guard": True}, {}, []),
+        ({"epochs": 9, "detect_anomaly": True}, {}, []),
         ({"data": {"workers": 2, "local": "/tmp"}}, {"data": {"workers": "auto", "local": None}}, []),
         ({"cache": CacheConfig(mode="shared", job="a")}, {}, []),
         ({"epochs": 9, "scheduler": {"_target_": "x"}}, {"scheduler": {"_target_": "x"}}, ["epochs=9 was 4"]),

@@ -6,9 +6,8 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from penstock.pipeline.run.timeline import COLOURS, NAMES, Panel, draw, figure
-from penstock.pipeline.schedules.instruction import Op, show
-from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
-from penstock.pipeline.schedules.span import Span, bubbles
+from penstock.pipeline.schedules.instruction import Op, Span, bubbles, show
+from penstock.pipeline.schedules.synchronous import one_f_one_b
 
 
 def span(rank, stage, op, micro_batch, start, end, *, waiting=0.0):

@@ -30,7 +30,7 @@ from penstock.pipeline.runtime.auto_codec import (
     policy_named,
     predict,
 )
-from penstock.pipeline.schedules.messages import Flow
+from penstock.pipeline.schedules.instruction import Flow
 
 DOWN, UP = Flow("v", "F", 0, 1), Flow("v", "B", 1, 0)
 WORK = {(stage, op): seconds for stage in (0, 1) for op, seconds in (("F", 1.0), ("B", 2.0))}

@@ -15,7 +15,7 @@ from zoo import build
 import penstock
 from penstock.pipeline.runtime.auto_codec import MASKED, START, TRIALS, Auto
 
-CASE = Case(model="mlp", cuts=3)
+CASE = Case(model="mlp", cuts=("_1", "_3"))  # before their ReLUs
 STREAM = StreamCase(model="mlp", cuts=3, steps=4)
 
 

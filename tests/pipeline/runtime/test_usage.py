@@ -9,9 +9,9 @@ from profiles import layer_of, profile_of
 
 from penstock import Pipeline, measure, partition, trace
 from penstock.pipeline.run.schedule_comparison import ASYNCHRONOUS, SYNCHRONOUS, candidate
-from penstock.pipeline.runtime.process_memory import STATUS, ResidentMemory, Usage, state_bytes
+from penstock.pipeline.runtime.meter import STATUS, ResidentMemory, Usage, state_bytes
 from penstock.pipeline.runtime.report import StageReport
-from penstock.pipeline.schedules.span import Span
+from penstock.pipeline.schedules.instruction import Span
 from penstock.stages.device import Device
 
 MIB = 2**20

@@ -5,9 +5,9 @@ from programs import laid
 
 from penstock.compression.errors import PlanError
 from penstock.pipeline.schedules import SCHEDULES
+from penstock.pipeline.schedules.building_blocks import placed, placement, stages_on
 from penstock.pipeline.schedules.custom import show_programs
-from penstock.pipeline.schedules.interleaved import rounds
-from penstock.pipeline.schedules.placement import placed, placement, stages_on
+from penstock.pipeline.schedules.synchronous import rounds
 
 
 def test_stages_lie_as_neighbours_in_a_loop_or_in_a_vee():

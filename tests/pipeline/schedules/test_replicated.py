@@ -8,8 +8,7 @@ from cases import Case, plan_of
 from penstock.compression.errors import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.instruction import parse_program, show
-from penstock.pipeline.schedules.live import live_micro_batches
-from penstock.pipeline.schedules.replicated import dealt, replicated, without
+from penstock.pipeline.schedules.replicated import dealt, live_micro_batches, replicated, without
 from penstock.pipeline.schedules.verify import smallest_window, verify
 
 

@@ -10,8 +10,7 @@ from penstock.pipeline.schedules import SCHEDULES, schedule_named
 from penstock.pipeline.schedules.async_1f1b import stream
 from penstock.pipeline.schedules.custom import custom
 from penstock.pipeline.schedules.instruction import Op, parse_program, show
-from penstock.pipeline.schedules.interleaved import interleaved
-from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
+from penstock.pipeline.schedules.synchronous import interleaved, one_f_one_b
 
 ALL = [name for name in SCHEDULES if name != "custom"]
 NEIGHBOURS = ("gpipe", "1f1b", "zb_h1", "async_1f1b")

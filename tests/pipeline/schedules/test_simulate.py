@@ -11,7 +11,7 @@ from programs import on_paper, two_ranks
 from penstock import ScheduleError, partition
 from penstock.pipeline.schedules import schedule_named
 from penstock.pipeline.schedules.instruction import Op, parse_program
-from penstock.pipeline.schedules.live import live_micro_batches, live_versions, most_held
+from penstock.pipeline.schedules.replicated import live_micro_batches, live_versions, most_held
 from penstock.pipeline.schedules.simulate import (
     outline,
     simulate,

@@ -8,9 +8,8 @@ from programs import laid, neighbours
 
 from penstock.compression.errors import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.pipeline.schedules.gpipe import gpipe
 from penstock.pipeline.schedules.instruction import Op, parse, parse_program, show
-from penstock.pipeline.schedules.one_f_one_b import one_f_one_b
+from penstock.pipeline.schedules.synchronous import gpipe, one_f_one_b
 from penstock.pipeline.schedules.verify import smallest_window, verify
 
 SKIPS = ((0, 2), (0, 3), (1, 3))

@@ -37,7 +37,7 @@ def made(function, *, cut="add", guard=True, **settings):
     torch.manual_seed(1)
     model, example = Net(function), (BATCH[0][:3].clone(),)
     settings = {"loss": square, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} | settings
-    return pipeline_of(model, cuts=[cut], example=example, guard=guard, **settings), model
+    return pipeline_of(model, cuts=[cut], example=example, detect_anomaly=guard, **settings), model
 
 
 def refusal(pipe, x=None):
@@ -143,7 +143,7 @@ def test_the_first_gradient_that_is_not_finite_is_named(schedule, first, cut, st
     pipe, _ = made(root_of_zero, cut=cut, schedule=schedule, weights_first=first)
     told = refusal(pipe)
     assert f"stage {stage}, backward" in told
-    assert "of micro-batch 0, step 0: guard=true refuses NaN and infinite gradients, found" in told
+    assert "of micro-batch 0, step 0: detect_anomaly=true refuses NaN and infinite gradients, found" in told
     assert "24 infinite of 24 elements in the gradient of the output of layer mul; lower" in told
 
 
@@ -197,5 +197,5 @@ def test_a_guard_is_true_or_false_and_without_one_nothing_is_refused():
     pipe, _ = made(torch.sin, guard=False)
     report = pipe.step(with_a_nan(), BATCH[1])
     assert report.loss != report.loss
-    with pytest.raises(PlanError, match="guard is True or False, found 'yes'"):
+    with pytest.raises(PlanError, match="detect_anomaly is True or False, found 'yes'"):
         made(torch.sin, guard="yes")  # pyright: ignore[reportArgumentType]

@@ -19,7 +19,7 @@ def test_every_layer_is_told_when_it_is_done_and_which_comes_next(tier):
 
             patch.setattr(stage, "observers", (*stage.observers, listen))
         pipe.step(*batches[0])
-        routes = pipe.engine.meter.step.messages.routes[0]
+        routes = pipe.meter.step.messages.routes[0]
         wanted = {
             index: list(pairwise([None, *(visit.layer for visit in routes[index].visits), None]))
             for index in pipe.stages
