@@ -236,7 +236,7 @@ def check_codecs(plan: Plan, records: Sequence[Probe], routed: Sequence[Sequence
     for (name, way, stage), codec in plan.named_codecs.items():
         sent = {n for n, _ in routes[stage].sends} - routes[stage].forwards
         back = {n for n, _ in routes[stage].receives if values[n].requires_grad}
-        packed = [values[n].name for n in sorted(sent if way == "F" else back) if values[n].number is None]
+        packed = [values[n].name for n in sorted(sent if way == "F" else back)]
         if name not in packed:
             what, known = "values" if way == "F" else "gradients", ", ".join(packed) or "none"
             raise PlanError(

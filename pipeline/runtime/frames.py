@@ -17,8 +17,6 @@ from ...compression.codec import buffer_bytes, decode_received, pack_into
 from ...compression.errors import CodecError, StageError
 from ...compression.frame import Promise
 from ...compression.geometry import geometry
-from ...compression.names import HOST
-from ...stages.tracing.dataflow import NUMBERS
 from ..distributed.transport import Transport
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Message
@@ -183,9 +181,7 @@ class Frames:
     ) -> tuple[torch.Tensor | None, str, Frame | None, bool]:
         """Return the tensor to be packed, its codec, its bitmap, and whether it asks for a gradient."""
         promise, value = message.promise, message.answers
-        if promise.number:
-            item, codec = torch.tensor(item, dtype=NUMBERS[type(item)], device=HOST), "raw"  # as it is now
-        elif isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor):
             if (
                 item.stride() != promise.strides
                 or item.shape != promise.sizes

@@ -160,8 +160,6 @@ def _from(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
 
 def _promise(value: Value, codecs: frozenset[str]) -> Promise:
     """Promise of the frame of a value."""
-    if value.number is not None:
-        return Promise((), value.dtype, (), _RAW, number=True)
     asks = value.requires_grad
     return Promise(value.shape, value.dtype, value.strides, codecs, asks, frozen=asks)
 

@@ -364,17 +364,14 @@ def last_gradient_layers(
     return last
 
 
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers
+    """One tensor or other leaf of a run: made by layer ``producer`` (-1: an input), read by the layers
     ``users`` (the model's output reads last: it counts as one more layer).
 
     ``strides`` are those of a real run, None where they are not known: the meta device lays some results out
     otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
-    it may. ``number``: the type that a number had, which may be another later; ``dtype`` has room for any.
+    it may; whatever is no tensor must not.
     ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its memory,
     ascending, each with whether it left zeros that stop every gradient . ``last_gradient_layer``: the last
     layer through which a gradient surely comes back to it, -1 if none does."""
@@ -385,7 +382,6 @@ class Value:
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     dtype: torch.dtype
-    number: type | None
     requires_grad: bool
     parameter: bool
     refused: str
@@ -541,11 +537,9 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
         strides = None
     elif tensor is not None and tensor.layout == torch.strided:
         strides = tuple(tensor.stride())
-    if tensor is None and type(leaf) not in NUMBERS:
+    if tensor is None:
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
-    elif type(leaf) is int and leaf.bit_length() > 63:
-        refused = f"an int of more than 64 bits ({recorder.names[number]}) would cross it"
-    elif tensor is not None and not travels(tensor):
+    elif not travels(tensor):
         refused = (
             f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
         )
@@ -555,8 +549,7 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
         users=tuple(sorted(recorder.users[number])),
         shape=() if tensor is None else tuple(tensor.shape),
         strides=strides,
-        dtype=torch.float64 if tensor is None else tensor.dtype,  # room for a number of any type
-        number=type(leaf) if tensor is None else None,
+        dtype=torch.float64 if tensor is None else tensor.dtype,
         requires_grad=tensor is not None and tensor.requires_grad,
         parameter=isinstance(tensor, nn.Parameter),
         refused=refused,
