@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ...compression.geometry import Geometry, geometry
-from .layers import Traced, is_local
+from .layers import Traced, parts_of, tensors_read
 from .object_snapshot import held_tensors, tensors
 
 
@@ -158,18 +157,10 @@ def _trained(group: Sequence[str], everything: Mapping[str, torch.Tensor]) -> li
 def _readers(model: nn.Module, traced: Traced) -> dict[int, set[int]]:
     """For every tensor of ``model`` (by identity) the layers that read it; the output counts as one more."""
     found: dict[int, set[int]] = {}
-    inside: dict[str, list[torch.Tensor]] = {}
+    parts = parts_of(model, traced)
+    inside = {path: held_tensors(module) for path, module in parts.modules.items()}
     for index, node in enumerate([*(layer.node for layer in traced.layers), traced.output]):
-        read: list[object] = []
-        if node.op == "call_module":
-            path = str(node.target)
-            if path not in inside:
-                inside[path] = held_tensors(model.get_submodule(path))
-            read += inside[path]
-        for source in (node, *node.all_input_nodes):
-            if source.op == "get_attr" and source.target not in traced.constants:
-                if source is node or is_local(source):
-                    read.append(operator.attrgetter(str(source.target))(model))
-        for tensor in read:
+        held = inside[str(node.target)] if node.op == "call_module" else []
+        for tensor in (*held, *(tensor for _, tensor in tensors_read(node, parts))):
             found.setdefault(id(tensor), set()).add(index)
     return found

@@ -33,7 +33,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from ...compression.errors import PlanError
 from ...compression.geometry import geometry
 from ..seeds import drew, generators_of, states_of
-from .layers import Layer, Parts, Traced, is_local, run_layer
+from .layers import Layer, Parts, Traced, is_local, run_layer, tensors_read
 from .object_snapshot import is_foreign
 from .untracked_writes import Contents
 
@@ -150,12 +150,8 @@ class ProbeRecorder:
 
 def buffers_at(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
     """The buffers and frozen parameters that a layer may write to, by name."""
-    found = local_at(layer.node, parts)
-    if layer.node.op == "call_module":
-        module = parts.modules[str(layer.node.target)]
-        frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
-        found |= {f"{layer.node.target}.{name}": part for name, part in (*module.named_buffers(), *frozen)}
-    return found
+    read = tensors_read(layer.node, parts)
+    return {name: t for name, t in read if not (isinstance(t, nn.Parameter) and t.requires_grad)}
 
 
 def local_at(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ from ..device import CPU
 from .aliases import in_memory_of
 from .capture.reads import ABSENT, ALL, ASKS, DROPPED, Guard, changed_fact, same_to_readers
 from .dataflow import HOOKS, RELU_FUNCTIONS, hooks_on_all_modules, is_unmodified, may_prove
-from .layers import Traced, parts_of
+from .layers import Traced, parts_of, tensors_read
 from .object_snapshot import (
     INTERNAL,
     OF_EVERY,
@@ -300,13 +300,9 @@ def _on_several(
 
     A cut there would have been refused if they had been in train mode, or trained."""
     stages: dict[int, set[int]] = {}
-    last = max(stage_of)
-    readers = [*zip(((layer,) for layer in traced.layers), stage_of, strict=True), ((), last)]
-    for layers, stage in readers:
-        parts = parts_of(model, traced, layers, output=not layers)
-        modules = parts.modules.values()
-        held = [*parts.tensors.values(), *(t for m in modules for t in (*m.parameters(), *m.buffers()))]
-        for tensor in held:
+    parts, nodes = parts_of(model, traced), [*(layer.node for layer in traced.layers), traced.output]
+    for node, stage in zip(nodes, [*stage_of, max(stage_of)], strict=True):
+        for _, tensor in tensors_read(node, parts):
             stages.setdefault(tensor.untyped_storage()._cdata, set()).add(stage)
 
     def spread(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,13 @@ class Parts:
     elsewhere: Callable[[torch.device], torch.device] | None = None
     meta: bool = False
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors that the layers name, and those registered in their modules."""
+        yield from self.tensors.items()
+        for path, module in self.modules.items():
+            yield from module.named_parameters(prefix=path)
+            yield from module.named_buffers(prefix=path)
+
     def to_meta(self) -> Parts:
         """The same without memory; modules are those of a copy that has none."""
         tensors = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
@@ -119,6 +126,19 @@ def parts_of(
         if node.op == "get_attr" and (is_local(node) or node in nodes):
             tensors[str(node.target)] = tensor_at(root, str(node.target), traced.constants)
     return Parts(modules, tensors)
+
+
+def tensors_read(node: fx.Node, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and constants that a node reads itself, by path.
+
+    These are the ones registered in its module (tied ones too), its own if it is a get_attr, and those among
+    its arguments that are read where they are used."""
+    if node.op == "call_module":
+        module, path = parts.modules[str(node.target)], node.target
+        yield from ((f"{path}.{n}", t) for n, t in (*module.named_parameters(), *module.named_buffers()))
+    for source in (node, *node.all_input_nodes):
+        if source.op == "get_attr" and (source is node or is_local(source)):
+            yield str(source.target), parts.tensors[str(source.target)]
 
 
 def tensor_at(root: nn.Module, name: str, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
