@@ -14,9 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ...compression.errors import StageError
+from ..torch_private import (
+    is_functorch_wrapped,
+    num_storage_holders,
+    num_tensor_holders,
+    tree_map,
+    wrapper_subclass,
+)
 
 LEAST = 1 << 16  # bytes of a gradient from which on its memory is worth a few calls
 _BLOCKS = 16  # a product by rows needs such a part of it beside what it writes over
@@ -52,9 +58,7 @@ class Spare(Tensor):
     @staticmethod
     def __new__(cls, gradient: Tensor, reuse: Reuse) -> Spare:
         """A note of ``gradient``, whose memory is free once the node has computed from it."""
-        note = Tensor._make_wrapper_subclass(
-            cls, gradient.size(), strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
-        )
+        note = wrapper_subclass(cls, gradient)
         note.gradient, note.reuse = gradient, reuse
         return note
 
@@ -95,9 +99,8 @@ class _Holders(NamedTuple):
     @classmethod
     def of(cls, note: Any, tensor: Any) -> _Holders:
         """As it is now."""
-        storage = tensor.untyped_storage()
-        held = torch._C._storage_Use_Count(storage._cdata)
-        return cls(note._use_count(), tensor._use_count(), sys.getrefcount(tensor), held)
+        held = num_storage_holders(tensor.untyped_storage())
+        return cls(num_tensor_holders(note), num_tensor_holders(tensor), sys.getrefcount(tensor), held)
 
     def within(self, others: _Holders) -> bool:
         """Whether nobody holds it but those that hold ``others`` too."""
@@ -163,7 +166,7 @@ def _is_whole(tensor: Tensor) -> bool:
         and tensor.storage_offset() == 0
         and tensor.is_contiguous()
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        and not is_functorch_wrapped(tensor)
         and tensor.untyped_storage().resizable()
         and tensor.data_ptr() % _ALIGNED == 0
     )

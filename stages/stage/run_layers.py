@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...compression.errors import StageError
 from ..seeds import seeded
+from ..torch_private import tree_flatten, tree_unflatten, version_of
 from ..tracing.dataflow import Outputs, Probe, Value
 from ..tracing.layers import Layer, Parts, call_of, check_result, modes_of
 from .nan_check import Watch
@@ -117,7 +117,7 @@ def _freely(
 def _versions(values: Mapping[int, Any], relied: Collection[int]) -> dict[int, int]:
     """How often each of the ``relied`` values that are there was written to; through a view counts."""
     there = {number: values[number] for number in relied if number in values}
-    return {number: item._version for number, item in there.items() if isinstance(item, torch.Tensor)}
+    return {number: version_of(item) for number, item in there.items() if isinstance(item, torch.Tensor)}
 
 
 def _rebuilt(outputs: Outputs, values: Mapping[int, Any]) -> Any:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ...compression.geometry import Geometry, geometry
+from ..torch_private import memory_id
 from .layers import Traced, parts_of, tensors_read
 from .object_snapshot import held_tensors, tensors
 
@@ -36,7 +37,7 @@ class MemorySpan:
             return None
         found = geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize)
         if tensor.is_meta:
-            start, home = int(tensor.storage_offset()) * tensor.itemsize, tensor.untyped_storage()._cdata
+            start, home = int(tensor.storage_offset()) * tensor.itemsize, memory_id(tensor)
         else:
             start, home = tensor.data_ptr(), 0
         stop = start + found.span * tensor.itemsize
@@ -96,12 +97,8 @@ def unregistered_views(model: nn.Module) -> list[str]:
 def in_memory_of(model: nn.Module) -> set[int]:
     """The ids of tensors in the storage of a registered one: its versions are theirs."""
     registered = [*model.parameters(), *model.buffers()]
-    storages = {t.untyped_storage()._cdata for t in registered if t.layout is torch.strided}
-    return {
-        id(t)
-        for t in tensors(model).values()
-        if t.layout is torch.strided and t.untyped_storage()._cdata in storages
-    }
+    storages = {memory_id(t) for t in registered if t.layout is torch.strided}
+    return {id(t) for t in tensors(model).values() if t.layout is torch.strided and memory_id(t) in storages}
 
 
 Groups = Mapping[tuple[str, ...], Collection[int]]

@@ -28,11 +28,21 @@ from torch import fx, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ...compression.errors import PlanError
 from ...compression.geometry import geometry
 from ..seeds import drew, generators_of, states_of
+from ..torch_private import (
+    HOOKS,
+    BatchOrInstanceNorm,
+    TensorBase,
+    TreeSpec,
+    has_gradient_hooks,
+    hooks_on_all_modules,
+    memory_id,
+    tree_flatten,
+    version_of,
+)
 from .layers import Layer, Parts, Traced, is_local, run_layer, tensors_read
 from .object_snapshot import is_foreign
 from .untracked_writes import Contents
@@ -92,7 +102,7 @@ class ProbeRecorder:
                 if isinstance(leaf, torch.Tensor):
                     self.numbers[id(leaf)] = known
                     if leaf.layout is torch.strided:
-                        self.on.setdefault(leaf.untyped_storage()._cdata, []).append(leaf)
+                        self.on.setdefault(memory_id(leaf), []).append(leaf)
             values.append(known)
         self.outputs[node] = Outputs(
             values=tuple(values), spec=spec, alone=values[0] if spec.is_leaf() else None
@@ -114,7 +124,7 @@ class ProbeRecorder:
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Know tensors of the model by their memory: who writes to a view of one writes to it."""
         for tensor in tensors:
-            others = self.on.setdefault(tensor.untyped_storage()._cdata, [])
+            others = self.on.setdefault(memory_id(tensor), [])
             if all(tensor is not other for other in others):
                 others.append(tensor)
 
@@ -123,13 +133,13 @@ class ProbeRecorder:
         found = {id(t): t for t in tensors}
         for t in list(found.values()):
             if t.layout is torch.strided:
-                found |= {id(other): other for other in self.on.get(t.untyped_storage()._cdata, ())}
+                found |= {id(other): other for other in self.on.get(memory_id(t), ())}
         return list(found.values())
 
     def writers(self, number: int) -> list[int]:
         """The layers that wrote to the memory of a value, ascending, its producer first."""
         item = self.objects[number]
-        writes = self.writes.get(item.untyped_storage()._cdata, []) if isinstance(item, torch.Tensor) else []
+        writes = self.writes.get(memory_id(item), []) if isinstance(item, torch.Tensor) else []
         return sorted({self.producers[number], *writes})
 
     def last_writer(self, number: int, reader: int) -> int:
@@ -139,13 +149,13 @@ class ProbeRecorder:
     def watched(self) -> set[int]:
         """The values whose gradient a hook sees."""
         tensors = {n: t for n, t in enumerate(self.objects) if isinstance(t, torch.Tensor)}
-        return {number for number, tensor in tensors.items() if tensor._backward_hooks or tensor.retains_grad}
+        return {
+            number for number, tensor in tensors.items() if has_gradient_hooks(tensor) or tensor.retains_grad
+        }
 
     def storages(self, numbers: Sequence[int]) -> dict[int, int]:
         """Identity of the tensors' storages (on the meta device all addresses are zero)."""
-        return {
-            i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)
-        }
+        return {i: memory_id(t) for i in numbers if isinstance(t := self.objects[i], torch.Tensor)}
 
 
 def buffers_at(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
@@ -163,7 +173,6 @@ RELU_MODULES = (nn.ReLU, nn.ReLU6)
 RELU_CALLS = {F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
 POOL_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 POOL_CALLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def zeros_that_stop(
@@ -207,11 +216,6 @@ def may_prove(module: nn.Module) -> bool:
 
 RELU_FUNCTIONS = ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_pool3d")
 """Functions of torch.nn.functional that such modules call."""
-
-
-def hooks_on_all_modules() -> tuple[tuple[Any, ...], ...]:
-    """The hooks that torch calls for every module."""
-    return tuple(tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS)
 
 
 def is_unmodified(module: nn.Module) -> bool:
@@ -305,9 +309,7 @@ def _is_torch_only(layer: Layer, parts: Parts) -> bool:
         return is_of_torch(parts.modules[str(node.target)])
     home = getattr(node.target, "__module__", None) or ""
     owner = getattr(node.target, "__objclass__", None)  # of a method of torch.Tensor
-    return (
-        owner in (torch.Tensor, torch._C.TensorBase) or home in _TORCH_MODULES or home.startswith("torch._C")
-    )
+    return owner in (torch.Tensor, TensorBase) or home in _TORCH_MODULES or home.startswith("torch._C")
 
 
 @contextlib.contextmanager
@@ -317,7 +319,7 @@ def keeping() -> Iterator[set[int]]:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
-            found.add(tensor.untyped_storage()._cdata)
+            found.add(memory_id(tensor))
         return tensor.detach()  # a node that kept its own result would never be freed
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -328,12 +330,12 @@ def statistics_of(layer: Layer, parts: Parts) -> set[int]:
     """The memory of running statistics that a layer keeps, and that no backward in train mode reads."""
     if layer.node.op == "call_module":
         modules = parts.modules[str(layer.node.target)].modules()
-        norms = (part for part in modules if isinstance(part, nn.modules.batchnorm._NormBase))
+        norms = (part for part in modules if isinstance(part, BatchOrInstanceNorm))
         found = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
     else:
         norm = getattr(layer.node.target, "__name__", "") in ("batch_norm", "instance_norm")
         found = [*local_at(layer.node, parts).values()] if norm else []
-    return {tensor.untyped_storage()._cdata for tensor in found}
+    return {memory_id(tensor) for tensor in found}
 
 
 def runs_own_code(layer: Layer, parts: Parts) -> bool:
@@ -427,7 +429,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
     for number in recorder.reads(traced.output):
         recorder.users[number].add(end)
     for name, buffer in local_at(traced.output, parts).items():
-        recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(end)
+        recorder.accesses.setdefault(memory_id(buffer), (name, set()))[1].add(end)
     _refuse_untracked(recorder)
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
     asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
@@ -456,8 +458,8 @@ def _record_layer(
     buffers = buffers_at(layer, parts)
     recorder.hold(buffers.values())
     at_hand = recorder.beside([*tensors, *buffers.values()])
-    versions, contents = [t._version for t in at_hand], Contents(at_hand)
-    asked = [(t.requires_grad, t._version) for t in tensors]
+    versions, contents = [version_of(t) for t in at_hand], Contents(at_hand)
+    asked = [(t.requires_grad, version_of(t)) for t in tensors]
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
     try:
@@ -470,11 +472,11 @@ def _record_layer(
         recorder.random.add(layer.name)
     if runs_own_code(layer, parts):
         recorder.own.add(layer.name)
-    changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
+    changed = [t for t, before in zip(at_hand, versions, strict=True) if version_of(t) != before]
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
     other, counted = contents.changed(), {id(t) for t in changed}
-    untracked = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
-    recorder.untracked_memory |= {t.untyped_storage()._cdata: layer.name for t in untracked}
+    untracked = [t for t in at_hand if id(t) not in counted and memory_id(t) in other]
+    recorder.untracked_memory |= {memory_id(t): layer.name for t in untracked}
     recorder.keepers |= dict.fromkeys(kept - statistics_of(layer, parts), layer.name)
     recorder.untracked_values |= {
         recorder.numbers[id(t)]: index for t in untracked if id(t) in recorder.numbers
@@ -483,15 +485,15 @@ def _record_layer(
     recorder.turned |= {
         recorder.numbers[id(t)]: index
         for t, (did, version) in zip(tensors, asked, strict=True)
-        if t.requires_grad != did and t._version == version
+        if t.requires_grad != did and version_of(t) == version
     }
-    for storage in {t.untyped_storage()._cdata for t in changed}:
+    for storage in {memory_id(t) for t in changed}:
         recorder.writes.setdefault(storage, []).append(index)
     recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():
-        recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(index)
+        recorder.accesses.setdefault(memory_id(buffer), (name, set()))[1].add(index)
     for tensor in (t for t in tensors if t.layout == torch.strided):  # a layer may have returned a buffer
-        if (known := recorder.accesses.get(tensor.untyped_storage()._cdata)) is not None:
+        if (known := recorder.accesses.get(memory_id(tensor))) is not None:
             known[1].add(index)
     for number in read:
         recorder.users[number].add(index)

@@ -15,11 +15,11 @@ import torch
 from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_unflatten
 
 from ...compression.errors import PlanError
 from ..autocast import autocast
 from ..device import CPU
+from ..torch_private import tree_unflatten
 from .capture.call_spec import Call
 from .capture.capture import Recording
 from .capture.dynamic_shapes import Table, at_size, facts_of, flat, mapped, same_way

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ...compression.buffers import Frame
@@ -22,6 +21,7 @@ from ...compression.codec import decode, encode
 from ...compression.errors import PlanError
 from ..memory.packer import FOR_SAVED
 from ..memory.stores import Store, UnpooledBuffers
+from ..torch_private import preserve_version_counter
 from .policies import VersionRule, WeightPolicy
 from .prediction import WeightPredictor
 
@@ -238,7 +238,7 @@ class NoStashing(WeightVersions):
         """The block in which an optimizer writes the parameters; what the next update has begun goes on.
 
         Gradients start from None: sums that start from zeros lose -0.0."""
-        with _unsafe_preserve_version_counter(tuple(self.parameters)):
+        with preserve_version_counter(tuple(self.parameters)):
             yield
         self.gathering += self.begun is None
         self._exchange_gradients(self.begun)

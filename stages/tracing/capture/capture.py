@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec
 
 from ....compression.errors import PlanError
+from ...torch_private import TreeSpec
 from .call_spec import Call, fresh, other_data, resized
 from .dynamic_shapes import Different, moving, refuse_data, same_way
 from .nodes import Unrecordable, path_of, where_of

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_leaves
 
 from ...autocast import autocast, autocast_state
 from ...meta_watch import tensors_in
 from ...places import home_of
 from ...seeds import generators_of
+from ...torch_private import tree_flatten, tree_is_leaf, tree_leaves
 from .values import items_of, line_of_model, rebuilt
 
 

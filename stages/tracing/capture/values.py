@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from ...torch_private import pytree
 
 FACTS = frozenset(
     "size dim stride numel nelement ndimension element_size storage_offset is_floating_point is_complex "
