@@ -1,4 +1,4 @@
-"""What runs on the meta device show of chance and of writes: nothing is drawn or written there, but torch's
+"""Chance and writes of runs on the meta device: nothing is drawn or written there, but torch's
 dispatch says which calls would.
 
 A generator's state and the bytes of a buffer tell it of a real run; without data neither moves."""
@@ -31,11 +31,11 @@ class MetaWatch(TorchDispatchMode):
         self._kept: list[torch.UntypedStorage] = []  # else a storage that is gone gives its number to another
 
     def get_state(self) -> torch.Tensor:
-        """How often something was drawn."""
+        """Number of draws."""
         return torch.tensor([self.draws], device=CPU)
 
     def set_state(self, state: torch.Tensor) -> None:
-        """What was drawn stays drawn."""
+        """Do nothing: what was drawn stays drawn."""
 
     def manual_seed(self, seed: int) -> None:
         """Nothing follows from a seed here."""

@@ -35,7 +35,7 @@ _REMEDY = "lower the learning rate, or look at the data of this step"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Guard:
-    """What a stage is guarded for; ``gradients``: these too, which a loss scale makes overflow by intent."""
+    """Kind of guard of a stage; ``gradients``: these too, which a loss scale makes overflow by intent."""
 
     gradients: bool
 
@@ -99,7 +99,8 @@ class Watch:
             )
 
     def _is_unwritten(self, layer: Layer, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in memory that nobody may have written to; its first reader is checked."""
+        """Return whether ``tensor`` lies in memory that nobody may have written to; its first reader is
+        checked."""
         if getattr(layer.node.target, "__name__", "") in UNWRITTEN:
             self.unwritten.append(weakref.ref(tensor))
             return True
@@ -131,8 +132,8 @@ def _check_gradient(gradient: torch.Tensor, of: str, first: str) -> None:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite: where one is not, neither is their sum, which takes one pass. A sum
-    that overflows by itself asks each element."""
+    """Return whether all elements are finite: where one is not, neither is their sum, which takes one pass.
+    A sum that overflows by itself asks each element."""
     if tensor.layout is not torch.strided:
         return True
     tensor = tensor.detach()

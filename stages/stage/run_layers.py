@@ -115,7 +115,7 @@ def _freely(
 
 
 def _versions(values: Mapping[int, Any], relied: Collection[int]) -> dict[int, int]:
-    """How often each of the ``relied`` values that are there was written to; through a view counts."""
+    """Number of writes to each of the ``relied`` values that are there; through a view counts."""
     there = {number: values[number] for number in relied if number in values}
     return {number: version_of(item) for number, item in there.items() if isinstance(item, torch.Tensor)}
 
@@ -165,7 +165,8 @@ def _hold_against(
 
 
 def _stays(value: Value, number: int, known: int | None, sent: Collection[int]) -> bool:
-    """Whether no other stage sees that a value is another object than it was, as when dropout is switched.
+    """Return whether no other stage sees that a value is another object than it was, as when dropout is
+    switched.
 
     One object in the place of two (its other number is ``known``) may be sent as one of them, if nobody
     writes to the memory that both now have; a new one in the place of an old one must not: later stages would

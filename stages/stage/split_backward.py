@@ -50,7 +50,7 @@ class Graph:
 
     @property
     def leaves(self) -> list[Node]:
-        """Where gradients gather: the parameters."""
+        """Nodes at which gradients gather: the parameters."""
         return [node for node in self.after if hasattr(node, "variable")]
 
     def leading(self, goals: Iterable[Node]) -> set[Node]:
@@ -78,7 +78,7 @@ class Graph:
 
 
 class Sides:
-    """What lies beside the way to the goals, by where it leaves it: at a node, or None for at a root.
+    """Nodes off the way to the goals, by where they leave it: at a node, or None for at a root.
 
     ``later``: the leaves (parameters) that a second half may start for from there, of that side alone.
     ``early``: the leaves of all others, which the first half must reach."""
@@ -246,7 +246,7 @@ def run_half(node: Node, arrived: Arrived, leaves: list[Node], *, retain: bool =
 
 @functools.lru_cache(maxsize=1024)
 def _saved_names(kind: type[Node]) -> tuple[str, ...]:
-    """Where nodes of a kind hold the tensors that they saved, but for those that the model holds too."""
+    """Names of the tensors that nodes of a kind saved, but for those that the model holds too."""
     return tuple(name for name in saved_names(kind) if "weight" not in name and "running" not in name)
 
 
@@ -270,6 +270,6 @@ def _refuse(_: None) -> torch.Tensor:
 
 
 def of_backward(error: Exception) -> StageError:
-    """What is told of an error in a backward."""
+    """Return the error for one that a backward raised."""
     found = str(error) if isinstance(error, StageError) else f"backward: {type(error).__name__}: {error}"
     return StageError(found)

@@ -72,7 +72,7 @@ class Running:
         self.watch: Watch | None = None  # with a guard
 
     def begins(self, gradients: Mapping[int, torch.Tensor | None]) -> list[Root]:
-        """Where its backward begins: at its loss, and at what it sent of which a gradient came back."""
+        """Roots of its backward: at its loss, and at what it sent of which a gradient came back."""
         found: list[Root] = [] if self.loss is None else [(self.loss, None)]
         return found + [(edge, g) for n, edge in self.roots.items() if (g := gradients[n]) is not None]
 
@@ -88,7 +88,7 @@ def entered(
     anchor: torch.Tensor,
     gradients: dict[int, torch.Tensor],
 ) -> dict[int, Any]:
-    """What was received, as the layers get it: neither leaf nor view; ``gradients`` is filled by number."""
+    """Make what was received neither leaf nor view; its ``gradients`` are filled by number."""
     values = dict(received)
     for number in route.asks:
         if (item := values[number]).requires_grad:
@@ -348,7 +348,7 @@ class Stage:
             self._forget(micro_batch)
 
     def _ready(self, micro_batch: int) -> None:
-        """What the forward saved is in memory again."""
+        """Bring what the forward saved back into memory."""
         with self.device.current(), casting(self.autocast, self.device.torch):  # layers may run again
             self.saved.ready(micro_batch)
 

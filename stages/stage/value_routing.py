@@ -1,4 +1,4 @@
-"""Which values a stage receives and sends: every value travels along the chain of its users, stage to stage.
+"""Routes of values between stages: every value travels along the chain of its users, stage to stage.
 
 producer -> first user -> next user: the same chain carries the gradient back, and each stage adds its
 part to what came from below, which is autograd's own order of addition (a star, or adding afterwards,

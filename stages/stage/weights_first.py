@@ -67,7 +67,7 @@ def run_weights_first(roots: Sequence[Root], anchor: torch.Tensor, reuse: Reuse)
 
 
 def _reads_once(node: Node) -> bool:
-    """Whether a node computes one gradient, of what arrives."""
+    """Return whether a node computes one gradient, of what arrives."""
     kind = type(node).__name__
     return kind in ELEMENTWISE or (
         kind in _OPERANDS and sum(n is not None for n, _ in node.next_functions) == 1
@@ -118,5 +118,6 @@ def _without_memory(kept: torch.Tensor | tuple[Any, ...]) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the strides are those of a new tensor, by which a convolution knows its memory format."""
+    """Return whether the strides are those of a new tensor, by which a convolution knows its memory
+    format."""
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()

@@ -44,7 +44,7 @@ class MemorySpan:
         return cls(name=name, memory=(str(tensor.device), home), start=start, stop=stop, geometry=found)
 
     def meets(self, other: MemorySpan) -> bool:
-        """Whether some byte is in both."""
+        """Return whether some byte is in both."""
         if self.memory != other.memory or self.stop <= other.start or other.stop <= self.start:
             return False
         if self.geometry.order == other.geometry.order == "dense":

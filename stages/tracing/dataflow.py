@@ -202,7 +202,7 @@ def zeros_that_stop(
 
 
 def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls: set[object]) -> bool:
-    """Whether a layer is one of these and no other, which nobody watches through hooks."""
+    """Return whether a layer is one of these and no other, which nobody watches through hooks."""
     if layer.node.op != "call_module":  # a parameter may be called "relu"
         return layer.node.op != "get_attr" and layer.node.target in calls
     module = parts.modules[str(layer.node.target)]
@@ -210,7 +210,7 @@ def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls:
 
 
 def may_prove(module: nn.Module) -> bool:
-    """Whether zeros that a module leaves may stop gradients, if nobody watches it."""
+    """Return whether zeros that a module leaves may stop gradients, if nobody watches it."""
     return type(module) in (*RELU_MODULES, *POOL_MODULES)
 
 
@@ -219,13 +219,13 @@ RELU_FUNCTIONS = ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_
 
 
 def is_unmodified(module: nn.Module) -> bool:
-    """Whether nothing but its class says what a module does: no hooks, no forward of its own."""
+    """Return whether nothing but its class says what a module does: no hooks, no forward of its own."""
     hooks = [*hooks_on_all_modules(), *(getattr(module, name) for name in HOOKS)]
     return not any(hooks) and "forward" not in vars(module)
 
 
 def is_of_torch(module: nn.Module) -> bool:
-    """Whether torch alone says what a module and all in it do: no code of a person's is held there."""
+    """Return whether torch alone says what a module and all in it do: no code of a person's is held there."""
     for m in module.modules():
         torch_says = type(m).__module__.startswith("torch.nn.") and is_unmodified(m)
         if not torch_says or any(map(_is_persons_code, vars(m).values())):
@@ -234,7 +234,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 
 def _is_persons_code(item: object) -> bool:
-    """Whether it is code of a person's, as an activation may be."""
+    """Return whether it is code of a person's, as an activation may be."""
     if isinstance(item, types.FunctionType):
         return not is_foreign(item)
     return callable(item) and not isinstance(item, type | types.BuiltinFunctionType)
@@ -289,7 +289,8 @@ class HookWatch(TorchFunctionMode):
 
 
 def has_custom_backward(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> bool:
-    """Whether a backward of a person's is among those of ``layer``: it reads what it likes, saved or not."""
+    """Return whether a backward of a person's is among those of ``layer``: it reads what it likes, saved
+    or not."""
     ahead = [] if _is_torch_only(layer, parts) else [node for node, _ in made]
     before, seen = {node for node, _ in read}, set[Node]()
     while ahead:
@@ -303,7 +304,7 @@ def has_custom_backward(layer: Layer, parts: Parts, *, made: Edges, read: Edges)
 
 
 def _is_torch_only(layer: Layer, parts: Parts) -> bool:
-    """Whether torch alone says what a layer does."""
+    """Return whether torch alone says what a layer does."""
     node = layer.node
     if node.op == "call_module":
         return is_of_torch(parts.modules[str(node.target)])
@@ -339,7 +340,7 @@ def statistics_of(layer: Layer, parts: Parts) -> set[int]:
 
 
 def runs_own_code(layer: Layer, parts: Parts) -> bool:
-    """Whether a layer is more than one call of torch, and torch alone does not say what it does."""
+    """Return whether a layer is more than one call of torch, and torch alone does not say what it does."""
     node = layer.node
     return "opaque" in node.meta and not (
         node.op == "call_module" and is_of_torch(parts.modules[str(node.target)])
@@ -387,7 +388,7 @@ class Value:
     last_gradient_layer: int
 
     def stops(self, layer: int) -> bool:
-        """Whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
+        """Return whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
         return next((stops for writer, stops in reversed(self.writers) if writer <= layer), False)
 
     @property
@@ -557,7 +558,8 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
 
 
 def travels(tensor: torch.Tensor) -> bool:
-    """Whether a frame keeps the tensor's geometry exactly: another one picks other kernels and other bits."""
+    """Return whether a frame keeps the tensor's geometry exactly: another one picks other kernels and
+    other bits."""
     dense = tensor.layout == torch.strided
     return dense and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels
 

@@ -74,7 +74,7 @@ class Traced(Recording):
 
     @property
     def has_tables(self) -> bool:
-        """Whether some numbers follow no rule, so that each size must be recorded."""
+        """Return whether some numbers follow no rule, so that each size must be recorded."""
         nodes = [layer.node for layer in self.layers if layer.moves]
         return any(isinstance(part, Table) for node in nodes for part in flat(facts_of(node)))
 
@@ -155,7 +155,7 @@ def casting(dtype: torch.dtype | None, device: torch.device = CPU) -> contextlib
 
 
 def is_local(node: fx.Node) -> bool:
-    """Whether a node reads a buffer, a constant or a frozen parameter: read where used, never sent."""
+    """Return whether a node reads a buffer, a constant or a frozen parameter: read where used, never sent."""
     return "local" in node.meta
 
 

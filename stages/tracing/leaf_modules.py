@@ -23,7 +23,8 @@ Leaf = str | type[nn.Module] | Callable[..., Any]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it came from ``torch.compile(module)``, or was compiled in place by ``module.compile()``."""
+    """Return whether it came from ``torch.compile(module)``, or was compiled in place by
+    ``module.compile()``."""
     kind = optimized_module()
     return (kind is not None and isinstance(module, kind)) or is_compiled_in_place(module)
 

@@ -63,7 +63,7 @@ def walk(
 
 
 def is_plain(item: object) -> bool:
-    """Whether a value cannot change, and holds nothing that could."""
+    """Return whether a value cannot change, and holds nothing that could."""
     if isinstance(item, (*EXACT, float, complex, enum.Enum, numpy.generic)):
         return True
     if isinstance(item, type):
@@ -150,7 +150,7 @@ def attributes_of(item: object) -> dict[str, object] | None:
 
 
 def _is_open(item: object) -> bool:
-    """Whether an object of torch's or of Python's own may hold what a model goes on from."""
+    """Return whether an object of torch's or of Python's own may hold what a model goes on from."""
     home = type(item).__module__
     if isinstance(item, nn.Module) or (home.startswith("torch.") and not home.startswith(OPAQUE)):
         return True
@@ -158,7 +158,7 @@ def _is_open(item: object) -> bool:
 
 
 def is_foreign(kind: type | types.FunctionType) -> bool:
-    """Whether it comes with Python or torch."""
+    """Return whether it comes with Python or torch."""
     root = (kind.__module__ or "").partition(".")[0]
     return root == "torch" or (root != "__main__" and root in sys.stdlib_module_names)
 

@@ -82,8 +82,8 @@ class TraceCopy:
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself), or
-    both are None."""
+    """Return whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for
+    itself), or both are None."""
     if a is None or b is None:
         return a is b
     if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
@@ -268,7 +268,8 @@ def same_after_first_call(
     run: Callable[[nn.Module, Sequence[torch.Tensor]], Any],
     inputs: Sequence[torch.Tensor],
 ) -> bool:
-    """Whether ``warm``, which has run, computes what ``cold`` computes, which has not; both are written to.
+    """Return whether ``warm``, which has run, computes what ``cold`` computes, which has not; both are
+    written to.
 
     Between two evaluations a model trains, so a copy that evaluates is put into train mode once, and back."""
     if not warm.training:

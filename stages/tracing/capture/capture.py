@@ -126,7 +126,7 @@ class _Runs:
         self.kinds: dict[type, str] = {}
 
     def is_leaf(self, path: str, module: nn.Module) -> bool:
-        """Whether a module is one layer, by somebody's choice or because of what it does."""
+        """Return whether a module is one layer, by somebody's choice or because of what it does."""
         return path in self.chosen or type(module) in self.kinds or self.leaf(path, module)
 
     def leaves_of(self, model: nn.Module) -> dict[str, str]:

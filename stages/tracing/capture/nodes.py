@@ -23,7 +23,7 @@ from .values import items_of, line_of_model, rebuilt
 
 
 class Modes(NamedTuple):
-    """Whether gradients are recorded, and what autocast does on devices of a ``kind``."""
+    """State of grad mode, and of autocast on devices of a ``kind``."""
 
     grad: bool
     autocast: bool
@@ -92,7 +92,7 @@ class Nodes:
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
 
     def is_unrecorded(self) -> bool:
-        """Whether what runs is not recorded: a layer from within, or what another thread does."""
+        """Return whether what runs is not recorded: a layer from within, or what another thread does."""
         return bool(self.quiet) or threading.get_ident() != self.thread
 
     def in_segment(self, run: Callable[..., Any], *args: Any) -> Any:

@@ -58,8 +58,8 @@ class Patches:
 
 
 def is_single(module: nn.Module) -> bool:
-    """Whether a module of torch.nn runs no code but torch's, so that what it runs asks for no patch: putting
-    them aside for each takes longer than most take to run."""
+    """Return whether a module of torch.nn runs no code but torch's, so that what it runs asks for no patch:
+    putting them aside for each takes longer than most take to run."""
     return (
         type(module).__module__.startswith("torch.nn.modules.")
         and not any(True for _ in module.children())

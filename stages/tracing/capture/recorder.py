@@ -71,7 +71,8 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def only_read(buffer: torch.Tensor, before: Contents, result: Any) -> bool:
-    """Whether a call left ``buffer`` as it was, gave no view of it, and may keep it for its backward."""
+    """Return whether a call left ``buffer`` as it was, gave no view of it, and may keep it for its
+    backward."""
     made = tensors_in(result)
     viewed = any(storage_of(t) == storage_of(buffer) for t in made)
     return not viewed and any(t.requires_grad for t in made) and not before.changed()
@@ -205,7 +206,7 @@ class Recorder(Nodes, TorchFunctionMode):
             self.stack.pop()
 
     def _is_layer(self, path: str, module: nn.Module) -> bool | None:
-        """Whether a module that is one layer ``is_single``; None where it is not one layer."""
+        """Return whether a module that is one layer ``is_single``; None where it is not one layer."""
         self.quiet += 1  # it is not the model that looks
         try:
             # torch.func.functional_call may lend a module other parameters than its own
