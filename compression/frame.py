@@ -263,9 +263,6 @@ def _check(header: Header) -> None:
         raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
 
 
-NUMBERS = (torch.bool, torch.int64, torch.float64)
-
-
 class FrameSpec(NamedTuple):
     """The frame that will come; a tuple, since one is made for every message.
 
@@ -279,7 +276,6 @@ class FrameSpec(NamedTuple):
     requires_grad: bool = False
     masked: bool = False  # whether it may be values alone, at the set bits of the mask that the reader has
     none: bool = False  # whether a frame of None may come instead
-    number: bool = False  # a Python number, whose type may be another than it was
     frozen: bool = False  # whether it may ask for no gradient all the same: it was frozen since
 
     def check(self, header: Header) -> None:
@@ -287,8 +283,7 @@ class FrameSpec(NamedTuple):
         codec, dtype, sizes, strides, _, flags, _, requires_grad, _ = header
         if dtype is None and self.none:
             return
-        kept = dtype is self.dtype or (self.number and dtype in NUMBERS)
-        kept = kept and sizes == self.sizes and codec in self.codecs
+        kept = dtype is self.dtype and sizes == self.sizes and codec in self.codecs
         kept = kept and (strides == self.strides or self.strides is None)
         kept = kept and (requires_grad == self.requires_grad or (self.frozen and not requires_grad))
         if not kept or (flags == MASKED and not self.masked):
@@ -300,11 +295,10 @@ class FrameSpec(NamedTuple):
         if header.dtype is None:
             return f"a tensor of {self.dtype} and sizes {self.sizes}, found None"
         strides = header.strides if self.strides is None else self.strides
-        dtype = header.dtype if self.number and header.dtype in NUMBERS else self.dtype
         asks = self.requires_grad and (header.requires_grad or not self.frozen)
         codec = header.codec if header.codec in self.codecs else " or ".join(sorted(self.codecs))
         for name, promised, found in (
-            ("dtype", dtype, header.dtype),
+            ("dtype", self.dtype, header.dtype),
             ("sizes", self.sizes, header.sizes),
             ("strides", strides, header.strides),
             ("codec", codec, header.codec),

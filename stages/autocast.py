@@ -17,7 +17,7 @@ def autocast(
 
 
 def autocast_state(device: torch.device = CPU) -> tuple[bool, torch.dtype]:
-    """Whether autocast is on here and now, and to which dtype it casts."""
+    """Return whether autocast is on now, and to which dtype it casts."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 

@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether work on ``device`` is queued, and its memory is not the host's."""
+    """Return whether work on ``device`` is queued, and its memory is not the host's."""
     return device.type == GPU
 
 
 class Device:
-    """Where a rank computes: the CPU, or by the same methods a GPU.
+    """Device of a rank: the CPU, or by the same methods a GPU.
 
     ``torch`` is what tensors are moved to; ``is_gpu`` says that its memory is not the host's and that work on
     it is queued: frames are then packed on streams beside the computing."""
@@ -48,17 +48,17 @@ class Device:
 
     @property
     def identity(self) -> str | None:
-        """Which GPU of all machines it is; None: it is none."""
+        """Identity of the GPU among all machines; None: it is none."""
         return None
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """What random layers draw from here."""
+        """Generators that random layers draw from here."""
         return (torch.default_generator,)
 
     @property
     def kernels(self) -> Any:
-        """What packs and unpacks there without a wait: a module with the functions of ``gpu/frames.py``."""
+        """Kernels that pack and unpack there without a wait: a module like ``gpu/frames.py``."""
         raise NotImplementedError("what lies in host memory is packed where it is")
 
     def stream(self) -> Stream:
@@ -205,7 +205,7 @@ class CudaDevice(Device):
 
     @property
     def peak_bytes(self) -> int:
-        """What torch's allocator has handed out at most."""
+        """Most bytes that torch's allocator has handed out."""
         return torch.cuda.max_memory_allocated(self.torch)
 
 
@@ -221,11 +221,11 @@ def device_of(device: torch.device) -> Device:
 
 
 def num_gpus() -> int:
-    """How many GPUs torch finds."""
+    """Number of GPUs that torch finds."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def memory_on(gpu: torch.device) -> tuple[str, int, int]:
-    """Which GPU it is, alike in all processes; the bytes there that nobody has, and those that we have."""
+    """Identity of a GPU, alike in all processes; the bytes there that nobody has, and those that we have."""
     which = str(torch.cuda.get_device_properties(gpu).uuid)
     return which, torch.cuda.mem_get_info(gpu)[0], torch.cuda.memory_reserved(gpu)

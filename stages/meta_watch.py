@@ -1,4 +1,4 @@
-"""What runs on the meta device show of chance and of writes: nothing is drawn or written there, but torch's
+"""Chance and writes of runs on the meta device: nothing is drawn or written there, but torch's
 dispatch says which calls would.
 
 A generator's state and the bytes of a buffer tell it of a real run; without data neither moves."""
@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .device import CPU
+from .torch_private import TorchDispatchMode, dispatch_mode, memory_id, schema_of, tree_leaves, tree_map_only
 
 META = torch.device("meta")
 _STATISTICS = slice(3, 5)  # running mean and variance among the arguments of a batch norm
@@ -32,11 +31,11 @@ class MetaWatch(TorchDispatchMode):
         self._kept: list[torch.UntypedStorage] = []  # else a storage that is gone gives its number to another
 
     def get_state(self) -> torch.Tensor:
-        """How often something was drawn."""
+        """Number of draws."""
         return torch.tensor([self.draws], device=CPU)
 
     def set_state(self, state: torch.Tensor) -> None:
-        """What was drawn stays drawn."""
+        """Do nothing: what was drawn stays drawn."""
 
     def manual_seed(self, seed: int) -> None:
         """Nothing follows from a seed here."""
@@ -52,7 +51,7 @@ class MetaWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
         self._writes(written_by(func, args, kwargs))
-        if func._schema.name.partition("::")[2] in _NORMS and args[_TRAINING]:
+        if schema_of(func).name.partition("::")[2] in _NORMS and args[_TRAINING]:
             self._writes(args[_STATISTICS])
         if {tensor.is_meta for tensor in tensors_in((args, kwargs))} == {True, False}:
             to_meta = lambda tensor: tensor.to(META)  # noqa: E731 (a tensor of a file has values)
@@ -64,12 +63,12 @@ class MetaWatch(TorchDispatchMode):
         for tensor in tensors_in(given):
             if tensor.is_meta:
                 self._kept.append(tensor.untyped_storage())
-                self.writes.append(self._kept[-1]._cdata)
+                self.writes.append(memory_id(tensor))
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that an operation writes to, as its schema says."""
-    taken = func._schema.arguments
+    taken = schema_of(func).arguments
     pairs = [*zip(taken, args, strict=False), *((a, kwargs[a.name]) for a in taken if a.name in kwargs)]
     return [t for a, value in pairs if a.alias_info and a.alias_info.is_write for t in tensors_in(value)]
 
@@ -81,5 +80,5 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 def watching() -> MetaWatch | None:
     """The one that looks on now, if any."""
-    mode = _get_current_dispatch_mode()
+    mode = dispatch_mode()
     return mode if isinstance(mode, MetaWatch) else None

@@ -1,4 +1,4 @@
-"""Where a rank computes, by what people write: a device's name, or the model that they have put there.
+"""Device of a rank, by what people write: a device's name, or the model that they have put there.
 
 Everything here takes names and gives Devices; below it, functions take what they are given."""
 
@@ -35,7 +35,7 @@ def device_named(name: str, *, local_rank: int = 0) -> Device:
 
 
 def device_given(given: str | torch.device | Device, *, local_rank: int = 0) -> Device:
-    """What a person means by a name, by torch's own device, or by a Device.
+    """Return what a person means by a name, by torch's own device, or by a Device.
 
     Raises: ConfigError: as ``device_named``."""
     if isinstance(given, Device):
@@ -44,7 +44,7 @@ def device_given(given: str | torch.device | Device, *, local_rank: int = 0) -> 
 
 
 def home_of(model: nn.Module) -> torch.device:
-    """Where the parameters of ``model`` are, or its buffers if it has none; the CPU without either.
+    """Device of the parameters of ``model``, or of its buffers if it has none; the CPU without either.
 
     Raises: PlanError: they are on several devices, or on one where no rank computes."""
     tensors = [*model.parameters()] or [*model.buffers()]

@@ -22,14 +22,14 @@ holds it waits for another rank. Not a state: it guards those that torch, Python
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
-    """What the generator is seeded with before the random layer ``name`` (steps, micro-batches from 0)."""
+    """Seed of the generator before the random layer ``name`` (steps, micro-batches from 0)."""
     text = f"{seed}/{step}/{micro_batch}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def generators_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.Generator, ...]:
-    """What random layers draw from where these tensors are; the CPU's is always among them, and where
-    tensors without values are looked at what stands for one there."""
+    """Generators that random layers draw from where these tensors are; the CPU's is always among them, and
+    where tensors without values are looked at what stands for one there."""
     places = {CPU: None} | {t.device: None for t in tensors if is_gpu(t.device)}
     found: dict[int, Any] = {id(g): g for place in places for g in device_of(place).generators}
     watch = watching()
@@ -42,7 +42,7 @@ def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
 
 
 def drew(generators: Sequence[torch.Generator], before: Sequence[torch.Tensor]) -> bool:
-    """Whether somebody has drawn from one of them since ``before``."""
+    """Return whether somebody has drawn from one of them since ``before``."""
     return not all(map(torch.equal, states_of(generators), before))
 
 

@@ -26,7 +26,7 @@ def parse_bytes(value: int | str, *, name: str = "memory") -> int:
 
 
 def is_zero(value: object) -> bool:
-    """Whether a size is written that is none, as 0, 0.0 or ``"0GiB"``."""
+    """Return whether a size is written that is none, as 0, 0.0 or ``"0GiB"``."""
     return re.fullmatch(r"0+(\.0*)?\s*[A-Za-z]*", str(value).strip()) is not None
 
 

@@ -26,7 +26,7 @@ INDEX = ".index.json"
 
 
 class Entry(NamedTuple):
-    """Where the bytes of a tensor lie, and what they are."""
+    """Place, dtype and shape of the bytes of a tensor."""
 
     path: Path
     start: int
@@ -115,7 +115,7 @@ class WeightsFile:
 
 
 def _entry(path: Path, said: Mapping[str, Any], begin: int, size: int) -> Entry:
-    """What a header says of a tensor; raises ValueError where that cannot be."""
+    """Read what a header says of a tensor; raises ValueError where that cannot be."""
     start, end = said["data_offsets"]
     shape = tuple(said["shape"])
     try:

@@ -1,4 +1,4 @@
-"""What lies beside the computing of a device: work on streams, and how others wait for it.
+"""Streams next to the computing of a device: work on streams, and how others wait for it.
 
 On a CPU all of it is done where it is asked for."""
 
@@ -26,7 +26,7 @@ class Work(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether nobody need wait for it."""
+        """Return whether nobody need wait for it."""
         return True
 
 

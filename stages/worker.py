@@ -67,12 +67,12 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """Whether a task can be queued without a wait."""
+        """Return whether a task can be queued without a wait."""
         return len(self._tasks) < self._depth
 
     @property
     def failed(self) -> bool:
-        """Whether a task raised something that nobody has been told yet."""
+        """Return whether a task raised something that nobody has been told yet."""
         return self._error is not None
 
     def _put(self, task: Task, queue: deque[Task]) -> None:

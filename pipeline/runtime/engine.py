@@ -192,7 +192,7 @@ class Engine:
             self.criterion.check_reads(mean, outputs)
         if (watch := stage.running[index].watch) is not None:
             watch.check_loss(mean)
-        stage.lose(index, self.update.scale.apply(mean * batch.share, batch.batch))
+        stage.set_loss(index, self.update.scale.apply(mean * batch.share, batch.batch))
         self.losses[index] = mean.detach()
 
     def _backward(self, step: Step, instruction: Instruction) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...stages.seeds import layer_seed
-from ...stages.tracing.capture.patches import Patches, kinds_that_are_called, overridden, paused
+from ...stages.torch_private import paused
+from ...stages.tracing.capture.patches import Patches, kinds_that_are_called, overridden
 from .network import Batch, given
 
 

@@ -170,7 +170,7 @@ class Plan(Placed):
 
     @property
     def streams(self) -> bool:
-        """Whether batches follow each other without a flush: a step leaves micro-batches in flight."""
+        """Return whether batches follow each other without a flush: a step leaves micro-batches in flight."""
         return streams(self.schedule, self.weights)
 
     @property

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..files import save_json
 from ..tracing.layer_graph import LayerGraph
-from ..tracing.layers import Layer, Parts, is_local, parts_of
+from ..tracing.layers import Layer, Parts, parts_of, tensors_read
 from .network_profile import Profile
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
@@ -244,12 +244,7 @@ def _own(layer: Layer, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers that a layer itself reads; a tied parameter comes to it as a value."""
     if layer.node.op == "get_attr":
         return
-    carried = {name for name, _ in layer.tied}
-    if layer.node.op == "call_module":
-        module = parts.modules[str(layer.node.target)]
-        tied = [id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in carried]
-        yield from (("parameter", p) for p in module.parameters() if id(p) not in tied)
-        yield from (("buffer", b) for b in module.buffers())
-        return
-    for tensor in (parts.tensors[str(n.target)] for n in layer.node.all_input_nodes if is_local(n)):
-        yield "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor
+    tied = {f"{layer.node.target}.{name}" for name, _ in layer.tied}
+    for name, tensor in tensors_read(layer.node, parts):
+        if name not in tied:
+            yield "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor

@@ -109,7 +109,7 @@ def _arrows(found: Dependencies, box_of: Mapping[int, int], at: Mapping[int, int
 
 
 def _within(arrow: Arrow, boxes: Sequence[Block], circles: Sequence[Circle]) -> bool:
-    """Whether an arrow says only that layers of one block read what others of it made."""
+    """Return whether an arrow says only that layers of one block read what others of it made."""
     if arrow.style == COMPUTE or len(boxes[arrow.box].layers) == 1:
         return False
     circle = circles[arrow.circle]

@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...compression.errors import PlanError
 from ..device import Device, device_of
 from ..meta_watch import META
 from ..seeds import seeded
 from ..stage.boundary import Receive
+from ..torch_private import tree_leaves, tree_map
 from ..tracing.aliases import memory_of
 from ..tracing.capture.call_spec import Call, Example
 from ..tracing.dataflow import Probe
 from ..tracing.layer_graph import LayerGraph
-from ..tracing.layers import Layer, Parts, casting, parts_of, run_layer
+from ..tracing.layers import Layer, Parts, casting, parts_of, run_layer, tensors_read
 from ..tracing.object_snapshot import held_tensors
 from .examples import signature_of, with_values
 from .network_profile import LayerProfile, Profile, ValueProfile
@@ -72,14 +72,7 @@ class Run:
 
 def parameters_of(layer: Layer, parts: Parts) -> list[torch.Tensor]:
     """The parameters that a layer reads, tied ones (which are layers of their own) included."""
-    if layer.node.op == "call_module":
-        return list(parts.modules[str(layer.node.target)].parameters())
-    local = [
-        parts.tensors[str(n.target)]
-        for n in (layer.node, *layer.node.all_input_nodes)
-        if n.op == "get_attr" and str(n.target) in parts.tensors
-    ]
-    return [t for t in local if isinstance(t, torch.nn.Parameter)]
+    return [t for _, t in tensors_read(layer.node, parts) if isinstance(t, torch.nn.Parameter)]
 
 
 def blocks_of(

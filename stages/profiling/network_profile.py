@@ -59,7 +59,7 @@ class Intermediate:
 
     @property
     def inside(self) -> bool:
-        """Whether it depends on one layer alone: nobody else made it, and nobody else saved it."""
+        """Return whether it depends on one layer alone: nobody else made it, and nobody else saved it."""
         return self.savers == (self.maker,)
 
 

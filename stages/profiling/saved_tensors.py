@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from ..memory.saved_tensor_hooks import ParameterFilter
+from ..torch_private import current_node, memory_id, tree_leaves
 from ..tracing.dataflow import travels
 from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import casting, parts_of, run_layer, run_output
@@ -71,7 +71,7 @@ class FirstIteration:
 
     def __init__(self, model: nn.Module) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
-        self._names = {t.untyped_storage()._cdata: name for name, t in reversed(named)}
+        self._names = {memory_id(t): name for name, t in reversed(named)}
         self._weights = ParameterFilter(model.parameters())
         self._seen = set(self._names)
         self._saved: list[tuple[int, int]] = []
@@ -93,7 +93,7 @@ class FirstIteration:
         if self._sizes:
             self._sizes[-1] = max(self._sizes[-1], tensor.numel())
         if tensor.layout is torch.strided:
-            key = tensor.untyped_storage()._cdata
+            key = memory_id(tensor)
             self._makers.setdefault(key, (layer, name))
             noted = self._noted.get(key)
             if noted is not None and noted.maker == layer and not noted.value:
@@ -105,7 +105,7 @@ class FirstIteration:
     def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Noted | None]:
         """Note what the layer that runs saves."""
         storage, layer = tensor.untyped_storage(), len(self._saved) - 1
-        key = storage._cdata
+        key = memory_id(storage)
         if key not in self._seen:
             self._seen.add(key)
             size, (whole, left) = storage.nbytes(), self._saved[-1]
@@ -130,9 +130,9 @@ class FirstIteration:
     def unpack(self, kept: tuple[torch.Tensor, _Noted | None]) -> torch.Tensor:
         """Note that a node of the backward reads it."""
         tensor, noted = kept
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if noted is not None and node is not None:
-            noted.readers.add((node.name(), node._sequence_nr()))
+            noted.readers.add(node)
         return tensor
 
     def observed(self, roots: Iterable[torch.Tensor], random: Iterable[int]) -> Observed:

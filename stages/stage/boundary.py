@@ -1,4 +1,4 @@
-"""How a received tensor enters the graph of a stage."""
+"""Entry of a received tensor into the graph of a stage."""
 
 from __future__ import annotations
 

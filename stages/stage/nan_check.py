@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import StageError
+from ..torch_private import base_of, is_view, tree_leaves, values_of, version_of
 from ..tracing.layers import Layer
 from .value_routing import Route
 
@@ -35,7 +35,7 @@ _REMEDY = "lower the learning rate, or look at the data of this step"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Guard:
-    """What a stage is guarded for; ``gradients``: these too, which a loss scale makes overflow by intent."""
+    """Kind of guard of a stage; ``gradients``: these too, which a loss scale makes overflow by intent."""
 
     gradients: bool
 
@@ -55,7 +55,7 @@ class Guard:
         """Refuse an update whose gradients, by the names of their parameters, are not all finite."""
         for name, gradient in named if self.gradients else ():
             if gradient is not None:
-                gradient = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+                gradient = values_of(gradient) if gradient.layout is torch.sparse_coo else gradient
                 _check_gradient(gradient, f"parameter {name}", "")
 
 
@@ -100,11 +100,12 @@ class Watch:
             )
 
     def _is_unwritten(self, layer: Layer, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in memory that nobody may have written to; its first reader is checked."""
+        """Return whether ``tensor`` lies in memory that nobody may have written to; its first reader is
+        checked."""
         if getattr(layer.node.target, "__name__", "") in UNWRITTEN:
             self.unwritten.append(weakref.ref(tensor))
             return True
-        base = tensor if tensor._base is None else tensor._base
+        base = base_of(tensor)
         return any(found() is base for found in self.unwritten)
 
     def _hook(self, layer: Layer, tensor: torch.Tensor) -> None:
@@ -112,7 +113,7 @@ class Watch:
 
         Of a view whose memory was written to, a look at its node may make that node anew and so earlier than
         without a guard, which could change the order of additions: there the layer before it is checked."""
-        if tensor._is_view() and tensor._version:
+        if is_view(tensor) and version_of(tensor):
             return
         if (node := tensor.grad_fn) is not None:  # else it is a parameter, and the update checks it
             node.register_prehook(functools.partial(self._check, layer.name, tensor.output_nr))
@@ -132,8 +133,8 @@ def _check_gradient(gradient: torch.Tensor, of: str, first: str) -> None:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite: where one is not, neither is their sum, which takes one pass. A sum
-    that overflows by itself asks each element."""
+    """Return whether all elements are finite: where one is not, neither is their sum, which takes one pass.
+    A sum that overflows by itself asks each element."""
     if tensor.layout is not torch.strided:
         return True
     tensor = tensor.detach()

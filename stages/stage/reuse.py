@@ -14,9 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ...compression.errors import StageError
+from ..torch_private import (
+    is_functorch_wrapped,
+    num_storage_holders,
+    num_tensor_holders,
+    tree_map,
+    wrapper_subclass,
+)
 
 LEAST = 1 << 16  # bytes of a gradient from which on its memory is worth a few calls
 _BLOCKS = 16  # a product by rows needs such a part of it beside what it writes over
@@ -44,7 +50,7 @@ _INTO = {operation.default: operation.grad_input for operation in _OPERATIONS.va
 
 
 class Spare(Tensor):
-    """What a node gets in the place of a gradient that arrived, which nobody reads behind it."""
+    """Note that a node gets in the place of a gradient that arrived, which nobody reads behind it."""
 
     gradient: Tensor | None
     reuse: Reuse
@@ -52,9 +58,7 @@ class Spare(Tensor):
     @staticmethod
     def __new__(cls, gradient: Tensor, reuse: Reuse) -> Spare:
         """A note of ``gradient``, whose memory is free once the node has computed from it."""
-        note = Tensor._make_wrapper_subclass(
-            cls, gradient.size(), strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
-        )
+        note = wrapper_subclass(cls, gradient)
         note.gradient, note.reuse = gradient, reuse
         return note
 
@@ -85,7 +89,7 @@ def _read(found: Any) -> Any:
 
 
 class _Holders(NamedTuple):
-    """How many hold a gradient, and the note in its place, while a node computes from it."""
+    """Numbers of holders of a gradient, and the note in its place, while a node computes from it."""
 
     note: int
     tensor: int
@@ -95,12 +99,11 @@ class _Holders(NamedTuple):
     @classmethod
     def of(cls, note: Any, tensor: Any) -> _Holders:
         """As it is now."""
-        storage = tensor.untyped_storage()
-        held = torch._C._storage_Use_Count(storage._cdata)
-        return cls(note._use_count(), tensor._use_count(), sys.getrefcount(tensor), held)
+        held = num_storage_holders(tensor.untyped_storage())
+        return cls(num_tensor_holders(note), num_tensor_holders(tensor), sys.getrefcount(tensor), held)
 
     def within(self, others: _Holders) -> bool:
-        """Whether nobody holds it but those that hold ``others`` too."""
+        """Return whether nobody holds it but those that hold ``others`` too."""
         return all(ours <= theirs for ours, theirs in zip(self, others, strict=True))
 
 
@@ -126,14 +129,14 @@ class Reuse:
         self._least = least
 
     def offer(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-        """What a node that reads each gradient once gets in their place; None: what arrived."""
+        """Return notes for a node that reads each gradient once; None: it gets what arrived."""
         gradient = gradients[0] if len(gradients) == 1 else None
         if gradient is None or not _is_whole(gradient) or gradient.nbytes < self._least:
             return None
         return (Spare(gradient, self),)
 
     def computed(self, function: Any, note: Spare, rest: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
-        """What ``function`` makes of the gradient and the ``rest``, over the gradient if that is right."""
+        """Compute ``function`` of the gradient and the ``rest``, over the gradient if that is right."""
         gradient = _read(note)
         holders = _Holders.of(note, gradient)
         if self._nobody is None:
@@ -155,7 +158,8 @@ class Reuse:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor is the whole of its memory, row by row, but for an end that is no longer read."""
+    """Return whether a tensor is the whole of its memory, row by row, but for an end that is no longer
+    read."""
     return bool(
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -163,7 +167,7 @@ def _is_whole(tensor: Tensor) -> bool:
         and tensor.storage_offset() == 0
         and tensor.is_contiguous()
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        and not is_functorch_wrapped(tensor)
         and tensor.untyped_storage().resizable()
         and tensor.data_ptr() % _ALIGNED == 0
     )
@@ -181,7 +185,7 @@ def _key(function: Any, operands: Sequence[Any]) -> Hashable:
 
 
 def _tells(gradient: Tensor) -> bool:
-    """Whether sums of its elements in another order would be others."""
+    """Return whether sums of its elements in another order would be others."""
     few = int(gradient.count_nonzero()) * _TELLING < gradient.numel()
     return not few and bool(gradient.sum().isfinite())
 
@@ -209,14 +213,14 @@ def _in_place(function: Any, gradient: Tensor, rest: Sequence[Any], named: Mappi
 
 
 def _blocks(num_rows: int) -> Iterator[tuple[int, int]]:
-    """Where blocks begin and end; the last one has what is left, so that none is of a few rows."""
+    """Yield begin and end of every block; the last one has what is left, so that none is of a few rows."""
     size = -(-num_rows // (_BLOCKS * _ROWS)) * _ROWS
     begins = list(range(0, num_rows - size + 1, size)) or [0]
     return zip(begins, [*begins[1:], num_rows], strict=True)
 
 
 def _narrows(gradient: Tensor, rest: Sequence[Any]) -> bool:
-    """Whether rows of the product lie within those of the gradient, and use most of their memory."""
+    """Return whether rows of the product lie within those of the gradient, and use most of their memory."""
     other = rest[0]
     if type(other) is not Tensor or other.dtype is not gradient.dtype or gradient.dim() != 2:
         return False

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...compression.errors import StageError
 from ..seeds import seeded
-from ..tracing.dataflow import NUMBERS, Outputs, Probe, Value
+from ..torch_private import tree_flatten, tree_unflatten, version_of
+from ..tracing.dataflow import Outputs, Probe, Value
 from ..tracing.layers import Layer, Parts, call_of, check_result, modes_of
 from .nan_check import Watch
 from .value_routing import Route, Visit
@@ -115,9 +115,9 @@ def _freely(
 
 
 def _versions(values: Mapping[int, Any], relied: Collection[int]) -> dict[int, int]:
-    """How often each of the ``relied`` values that are there was written to; through a view counts."""
+    """Number of writes to each of the ``relied`` values that are there; through a view counts."""
     there = {number: values[number] for number in relied if number in values}
-    return {number: item._version for number, item in there.items() if isinstance(item, torch.Tensor)}
+    return {number: version_of(item) for number, item in there.items() if isinstance(item, torch.Tensor)}
 
 
 def _rebuilt(outputs: Outputs, values: Mapping[int, Any]) -> Any:
@@ -146,9 +146,12 @@ def _hold_against(
         raise StageError(f"layer {layer.name} returned another structure than when it was traced")
     for number, leaf in zip(expected.values, leaves, strict=True):
         value = record.values[number]
-        if number in sent and (value.number is not None or not isinstance(leaf, torch.Tensor)):
-            _check_number(layer, value, leaf)
         if not isinstance(leaf, torch.Tensor):
+            if number in sent:
+                raise StageError(
+                    f"layer {layer.name} returned a tensor when it was traced, and {leaf!r} now, which would "
+                    "cross a cut; return the same kind always, or cut elsewhere"
+                )
             values[number] = leaf
             continue
         same = values.setdefault(number, leaf) is leaf
@@ -162,25 +165,10 @@ def _hold_against(
 
 
 def _stays(value: Value, number: int, known: int | None, sent: Collection[int]) -> bool:
-    """Whether no other stage sees that a value is another object than it was, as when dropout is switched.
+    """Return whether no other stage sees that a value is another object than it was, as when dropout is
+    switched.
 
     One object in the place of two (its other number is ``known``) may be sent as one of them, if nobody
     writes to the memory that both now have; a new one in the place of an old one must not: later stages would
     get the old one."""
     return number not in sent if known is None else known not in sent and len(value.writers) <= 1
-
-
-def _check_number(layer: Layer, value: Value, found: Any) -> None:
-    """Refuse to send what is no number of Python's own, or not one of eight bytes, where there was one."""
-    if isinstance(found, torch.Tensor) or value.number is None:
-        was = "a tensor" if value.number is None else "a Python number"
-        now = "a tensor" if isinstance(found, torch.Tensor) else repr(found)
-        raise StageError(
-            f"layer {layer.name} returned {was} when it was traced, and {now} now, which would cross a cut; "
-            "return the same kind always, or cut elsewhere"
-        )
-    if type(found) not in NUMBERS or (type(found) is int and found.bit_length() > 63):
-        raise StageError(
-            f"layer {layer.name} returned {found!r} of type {type(found).__name__}, and what crosses a cut "
-            "is a tensor, a bool, a float or an int of 64 bits; return one of these, or cut elsewhere"
-        )

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ...compression.errors import StageError
+from ..torch_private import run_engine, saved_names, saved_tensor
 
 Root = tuple[torch.Tensor | GradientEdge, torch.Tensor | None]  # where a backward begins, with what
 
@@ -50,7 +50,7 @@ class Graph:
 
     @property
     def leaves(self) -> list[Node]:
-        """Where gradients gather: the parameters."""
+        """Nodes at which gradients gather: the parameters."""
         return [node for node in self.after if hasattr(node, "variable")]
 
     def leading(self, goals: Iterable[Node]) -> set[Node]:
@@ -78,7 +78,7 @@ class Graph:
 
 
 class Sides:
-    """What lies beside the way to the goals, by where it leaves it: at a node, or None for at a root.
+    """Nodes off the way to the goals, by where they leave it: at a node, or None for at a root.
 
     ``later``: the leaves (parameters) that a second half may start for from there, of that side alone.
     ``early``: the leaves of all others, which the first half must reach."""
@@ -229,15 +229,11 @@ def run(roots: Sequence[Root], leaves: list[Node] | None = None, *, retain: bool
     """One run of autograd's engine from ``roots``, if there are any; towards ``leaves`` only, if given."""
     if roots:
         assert leaves is None or leaves, "towards no leaf would mean towards all"
-        # ``torch.autograd.backward`` without its checks of the gradients: these were held against promises.
-        Variable._execution_engine.run_backward(
+        run_engine(
             tuple([begin for begin, _ in roots]),
             tuple([torch.ones_like(begin) if g is None else g for begin, g in roots]),  # type: ignore[arg-type]
-            retain,
-            False,
             () if leaves is None else tuple([GradientEdge(leaf, 0) for leaf in leaves]),
-            allow_unreachable=True,
-            accumulate_grad=True,
+            retain=retain,
         )
 
 
@@ -250,16 +246,15 @@ def run_half(node: Node, arrived: Arrived, leaves: list[Node], *, retain: bool =
 
 @functools.lru_cache(maxsize=1024)
 def _saved_names(kind: type[Node]) -> tuple[str, ...]:
-    """Where nodes of a kind hold the tensors that they saved, but for those that the model holds too."""
-    names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-    return tuple(name for name in names if "weight" not in name and "running" not in name)
+    """Names of the tensors that nodes of a kind saved, but for those that the model holds too."""
+    return tuple(name for name in saved_names(kind) if "weight" not in name and "running" not in name)
 
 
 def _release(nodes: Iterable[Node]) -> None:
     """Let go of the tensors that ``nodes`` saved: they do not run again."""
     for node in nodes:
         for name in _saved_names(type(node)):
-            saved = getattr(node, name)
+            saved = saved_tensor(node, name)
             for tensor in saved if isinstance(saved, tuple | list) else (saved,):
                 exchange(tensor, lambda _: None, _refuse)
 
@@ -275,6 +270,6 @@ def _refuse(_: None) -> torch.Tensor:
 
 
 def of_backward(error: Exception) -> StageError:
-    """What is told of an error in a backward."""
+    """Return the error for one that a backward raised."""
     found = str(error) if isinstance(error, StageError) else f"backward: {type(error).__name__}: {error}"
     return StageError(found)

@@ -40,10 +40,8 @@ class Frozen:
     """Remembers which parameters of ``parts`` were frozen, to name them if they are no longer."""
 
     def __init__(self, parts: Parts) -> None:
-        named = [(name, t) for name, t in parts.tensors.items() if isinstance(t, nn.Parameter)]
-        for path, module in parts.modules.items():
-            named += module.named_parameters(prefix=path)
-        self.frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+        parameters = [(name, t) for name, t in parts.named_tensors() if isinstance(t, nn.Parameter)]
+        self.frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
 
     def refuse(self, value: Value) -> NoReturn:
         """Refuse to send a value that asks for a gradient, and did not when traced."""
@@ -74,7 +72,7 @@ class Running:
         self.watch: Watch | None = None  # with a guard
 
     def begins(self, gradients: Mapping[int, torch.Tensor | None]) -> list[Root]:
-        """Where its backward begins: at its loss, and at what it sent of which a gradient came back."""
+        """Roots of its backward: at its loss, and at what it sent of which a gradient came back."""
         found: list[Root] = [] if self.loss is None else [(self.loss, None)]
         return found + [(edge, g) for n, edge in self.roots.items() if (g := gradients[n]) is not None]
 
@@ -90,7 +88,7 @@ def entered(
     anchor: torch.Tensor,
     gradients: dict[int, torch.Tensor],
 ) -> dict[int, Any]:
-    """What was received, as the layers get it: neither leaf nor view; ``gradients`` is filled by number."""
+    """Make what was received neither leaf nor view; its ``gradients`` are filled by number."""
     values = dict(received)
     for number in route.asks:
         if (item := values[number]).requires_grad:
@@ -208,10 +206,7 @@ class Stage:
         return {id(tensor) for tensor in self._tensors()}
 
     def _tensors(self) -> list[torch.Tensor]:
-        tensors = [t for parts in self.parts.values() for t in parts.tensors.values()]
-        for module in (m for parts in self.parts.values() for m in parts.modules.values()):
-            tensors += [*module.parameters(), *module.buffers()]
-        return tensors
+        return [tensor for parts in self.parts.values() for _, tensor in parts.named_tensors()]
 
     def stop(self) -> None:
         """Forget every micro-batch between forward and backward."""
@@ -293,8 +288,8 @@ class Stage:
                 self.mirror.prefetch(len(self.mirror.turns) - 1)
             self.weights.fetch(micro_batch)
 
-    def lose(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
-        """On the last stage: where the backward of ``micro_batch`` begins, its loss times its share."""
+    def set_loss(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:
+        """On the last stage: begin the backward of ``micro_batch`` at its loss times its share."""
         running = self.running[micro_batch]
         if running.gradients:
             raise StageError(
@@ -353,7 +348,7 @@ class Stage:
             self._forget(micro_batch)
 
     def _ready(self, micro_batch: int) -> None:
-        """What the forward saved is in memory again."""
+        """Bring what the forward saved back into memory."""
         with self.device.current(), casting(self.autocast, self.device.torch):  # layers may run again
             self.saved.ready(micro_batch)
 

@@ -1,4 +1,4 @@
-"""Which values a stage receives and sends: every value travels along the chain of its users, stage to stage.
+"""Routes of values between stages: every value travels along the chain of its users, stage to stage.
 
 producer -> first user -> next user: the same chain carries the gradient back, and each stage adds its
 part to what came from below, which is autograd's own order of addition (a star, or adding afterwards,
@@ -127,7 +127,6 @@ def _visits(
         last[layer.node] = place
         last |= {node: place for node in reads(layer) if node in last}
     kept = set(output.all_input_nodes) if output is not None else set()
-    numbers = {number for number in sent if record.values[number].number is not None}
     values: dict[int, int] = {}
     for node, place in last.items():
         for number in record.outputs[node].values:
@@ -138,7 +137,7 @@ def _visits(
         Visit(
             layer,
             _plain_args(layer, record),
-            None if (alone := record.outputs[layer.node].alone) in numbers else alone,
+            record.outputs[layer.node].alone,
             tuple(node for node, end in last.items() if end == place and node not in kept),
             tuple(number for number, end in values.items() if end == place),
             frozenset(number for number, found in writers.items() if index in found),

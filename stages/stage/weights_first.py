@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ..memory.saved_tensor_hooks import SavedRead
+from ..torch_private import convolution_backend, saved_tensor
 from .reuse import ELEMENTWISE, Reuse
 from .split_backward import HALVED, Arrived, Graph, Root, Sides, exchange, run, run_half
 
@@ -37,7 +38,7 @@ class _First(Arrived):
         arrived, self.gradients = self.gradients, None  # the outer run alone holds it, as without this hook
         kind = type(self.node).__name__
         if kind in _OPERANDS and (name := _feature_map(self.node, self.leading)):
-            _let_go(getattr(self.node, f"_raw_saved_{name}"))
+            _let_go(saved_tensor(self.node, name))
         elif kind == "ConvolutionBackward0":
             _hollow_out(self.node)
         alone = sum(after in self.leading for after, _ in self.node.next_functions) == 1
@@ -66,7 +67,7 @@ def run_weights_first(roots: Sequence[Root], anchor: torch.Tensor, reuse: Reuse)
 
 
 def _reads_once(node: Node) -> bool:
-    """Whether a node computes one gradient, of what arrives."""
+    """Return whether a node computes one gradient, of what arrives."""
     kind = type(node).__name__
     return kind in ELEMENTWISE or (
         kind in _OPERANDS and sum(n is not None for n, _ in node.next_functions) == 1
@@ -93,24 +94,19 @@ def _let_go(saved: Any) -> None:
 
 def _hollow_out(node: Any) -> None:
     """Let go of a convolution's input, where the rest of ``node`` asks only for its geometry."""
-    weight = node._saved_weight
-    settings = (
-        list(node._saved_stride),
-        list(node._saved_padding),
-        list(node._saved_dilation),
-        node._saved_transposed,
-        list(node._saved_output_padding),
-        node._saved_groups,
-    )
+    weight, backend_of = convolution_backend(node)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
         """Others than oneDNN may lay it out anew or take slices of it before they see that it is not read."""
-        backend = torch._C._select_conv_backend(tensor, weight, None, *settings)
-        if "Mkldnn" not in str(backend) or tensor.dim() < 4 or not (_is_plain(tensor) and _is_plain(weight)):
+        if (
+            "Mkldnn" not in backend_of(tensor)
+            or tensor.dim() < 4
+            or not (_is_plain(tensor) and _is_plain(weight))
+        ):
             return tensor.detach()
         return tensor.size(), tensor.dtype
 
-    exchange(node._raw_saved_input, pack, _without_memory)
+    exchange(saved_tensor(node, "input"), pack, _without_memory)
 
 
 def _without_memory(kept: torch.Tensor | tuple[Any, ...]) -> torch.Tensor:
@@ -122,5 +118,6 @@ def _without_memory(kept: torch.Tensor | tuple[Any, ...]) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the strides are those of a new tensor, by which a convolution knows its memory format."""
+    """Return whether the strides are those of a new tensor, by which a convolution knows its memory
+    format."""
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -16,7 +15,8 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ...compression.geometry import Geometry, geometry
-from .layers import Traced, is_local
+from ..torch_private import memory_id
+from .layers import Traced, parts_of, tensors_read
 from .object_snapshot import held_tensors, tensors
 
 
@@ -37,14 +37,14 @@ class MemorySpan:
             return None
         found = geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize)
         if tensor.is_meta:
-            start, home = int(tensor.storage_offset()) * tensor.itemsize, tensor.untyped_storage()._cdata
+            start, home = int(tensor.storage_offset()) * tensor.itemsize, memory_id(tensor)
         else:
             start, home = tensor.data_ptr(), 0
         stop = start + found.span * tensor.itemsize
         return cls(name=name, memory=(str(tensor.device), home), start=start, stop=stop, geometry=found)
 
     def meets(self, other: MemorySpan) -> bool:
-        """Whether some byte is in both."""
+        """Return whether some byte is in both."""
         if self.memory != other.memory or self.stop <= other.start or other.stop <= self.start:
             return False
         if self.geometry.order == other.geometry.order == "dense":
@@ -97,12 +97,8 @@ def unregistered_views(model: nn.Module) -> list[str]:
 def in_memory_of(model: nn.Module) -> set[int]:
     """The ids of tensors in the storage of a registered one: its versions are theirs."""
     registered = [*model.parameters(), *model.buffers()]
-    storages = {t.untyped_storage()._cdata for t in registered if t.layout is torch.strided}
-    return {
-        id(t)
-        for t in tensors(model).values()
-        if t.layout is torch.strided and t.untyped_storage()._cdata in storages
-    }
+    storages = {memory_id(t) for t in registered if t.layout is torch.strided}
+    return {id(t) for t in tensors(model).values() if t.layout is torch.strided and memory_id(t) in storages}
 
 
 Groups = Mapping[tuple[str, ...], Collection[int]]
@@ -158,18 +154,10 @@ def _trained(group: Sequence[str], everything: Mapping[str, torch.Tensor]) -> li
 def _readers(model: nn.Module, traced: Traced) -> dict[int, set[int]]:
     """For every tensor of ``model`` (by identity) the layers that read it; the output counts as one more."""
     found: dict[int, set[int]] = {}
-    inside: dict[str, list[torch.Tensor]] = {}
+    parts = parts_of(model, traced)
+    inside = {path: held_tensors(module) for path, module in parts.modules.items()}
     for index, node in enumerate([*(layer.node for layer in traced.layers), traced.output]):
-        read: list[object] = []
-        if node.op == "call_module":
-            path = str(node.target)
-            if path not in inside:
-                inside[path] = held_tensors(model.get_submodule(path))
-            read += inside[path]
-        for source in (node, *node.all_input_nodes):
-            if source.op == "get_attr" and source.target not in traced.constants:
-                if source is node or is_local(source):
-                    read.append(operator.attrgetter(str(source.target))(model))
-        for tensor in read:
+        held = inside[str(node.target)] if node.op == "call_module" else []
+        for tensor in (*held, *(tensor for _, tensor in tensors_read(node, parts))):
             found.setdefault(id(tensor), set()).add(index)
     return found

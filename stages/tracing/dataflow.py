@@ -28,12 +28,22 @@ from torch import fx, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ...compression.errors import PlanError
 from ...compression.geometry import geometry
 from ..seeds import drew, generators_of, states_of
-from .layers import Layer, Parts, Traced, is_local, run_layer
+from ..torch_private import (
+    HOOKS,
+    BatchOrInstanceNorm,
+    TensorBase,
+    TreeSpec,
+    has_gradient_hooks,
+    hooks_on_all_modules,
+    memory_id,
+    tree_flatten,
+    version_of,
+)
+from .layers import Layer, Parts, Traced, is_local, run_layer, tensors_read
 from .object_snapshot import is_foreign
 from .untracked_writes import Contents
 
@@ -92,7 +102,7 @@ class ProbeRecorder:
                 if isinstance(leaf, torch.Tensor):
                     self.numbers[id(leaf)] = known
                     if leaf.layout is torch.strided:
-                        self.on.setdefault(leaf.untyped_storage()._cdata, []).append(leaf)
+                        self.on.setdefault(memory_id(leaf), []).append(leaf)
             values.append(known)
         self.outputs[node] = Outputs(
             values=tuple(values), spec=spec, alone=values[0] if spec.is_leaf() else None
@@ -114,7 +124,7 @@ class ProbeRecorder:
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Know tensors of the model by their memory: who writes to a view of one writes to it."""
         for tensor in tensors:
-            others = self.on.setdefault(tensor.untyped_storage()._cdata, [])
+            others = self.on.setdefault(memory_id(tensor), [])
             if all(tensor is not other for other in others):
                 others.append(tensor)
 
@@ -123,13 +133,13 @@ class ProbeRecorder:
         found = {id(t): t for t in tensors}
         for t in list(found.values()):
             if t.layout is torch.strided:
-                found |= {id(other): other for other in self.on.get(t.untyped_storage()._cdata, ())}
+                found |= {id(other): other for other in self.on.get(memory_id(t), ())}
         return list(found.values())
 
     def writers(self, number: int) -> list[int]:
         """The layers that wrote to the memory of a value, ascending, its producer first."""
         item = self.objects[number]
-        writes = self.writes.get(item.untyped_storage()._cdata, []) if isinstance(item, torch.Tensor) else []
+        writes = self.writes.get(memory_id(item), []) if isinstance(item, torch.Tensor) else []
         return sorted({self.producers[number], *writes})
 
     def last_writer(self, number: int, reader: int) -> int:
@@ -139,23 +149,19 @@ class ProbeRecorder:
     def watched(self) -> set[int]:
         """The values whose gradient a hook sees."""
         tensors = {n: t for n, t in enumerate(self.objects) if isinstance(t, torch.Tensor)}
-        return {number for number, tensor in tensors.items() if tensor._backward_hooks or tensor.retains_grad}
+        return {
+            number for number, tensor in tensors.items() if has_gradient_hooks(tensor) or tensor.retains_grad
+        }
 
     def storages(self, numbers: Sequence[int]) -> dict[int, int]:
         """Identity of the tensors' storages (on the meta device all addresses are zero)."""
-        return {
-            i: t.untyped_storage()._cdata for i in numbers if isinstance(t := self.objects[i], torch.Tensor)
-        }
+        return {i: memory_id(t) for i in numbers if isinstance(t := self.objects[i], torch.Tensor)}
 
 
 def buffers_at(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
     """The buffers and frozen parameters that a layer may write to, by name."""
-    found = local_at(layer.node, parts)
-    if layer.node.op == "call_module":
-        module = parts.modules[str(layer.node.target)]
-        frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
-        found |= {f"{layer.node.target}.{name}": part for name, part in (*module.named_buffers(), *frozen)}
-    return found
+    read = tensors_read(layer.node, parts)
+    return {name: t for name, t in read if not (isinstance(t, nn.Parameter) and t.requires_grad)}
 
 
 def local_at(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
@@ -167,7 +173,6 @@ RELU_MODULES = (nn.ReLU, nn.ReLU6)
 RELU_CALLS = {F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
 POOL_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 POOL_CALLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def zeros_that_stop(
@@ -197,7 +202,7 @@ def zeros_that_stop(
 
 
 def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls: set[object]) -> bool:
-    """Whether a layer is one of these and no other, which nobody watches through hooks."""
+    """Return whether a layer is one of these and no other, which nobody watches through hooks."""
     if layer.node.op != "call_module":  # a parameter may be called "relu"
         return layer.node.op != "get_attr" and layer.node.target in calls
     module = parts.modules[str(layer.node.target)]
@@ -205,7 +210,7 @@ def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls:
 
 
 def may_prove(module: nn.Module) -> bool:
-    """Whether zeros that a module leaves may stop gradients, if nobody watches it."""
+    """Return whether zeros that a module leaves may stop gradients, if nobody watches it."""
     return type(module) in (*RELU_MODULES, *POOL_MODULES)
 
 
@@ -213,19 +218,14 @@ RELU_FUNCTIONS = ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_
 """Functions of torch.nn.functional that such modules call."""
 
 
-def hooks_on_all_modules() -> tuple[tuple[Any, ...], ...]:
-    """The hooks that torch calls for every module."""
-    return tuple(tuple(getattr(nn.modules.module, f"_global{name}")) for name in HOOKS)
-
-
 def is_unmodified(module: nn.Module) -> bool:
-    """Whether nothing but its class says what a module does: no hooks, no forward of its own."""
+    """Return whether nothing but its class says what a module does: no hooks, no forward of its own."""
     hooks = [*hooks_on_all_modules(), *(getattr(module, name) for name in HOOKS)]
     return not any(hooks) and "forward" not in vars(module)
 
 
 def is_of_torch(module: nn.Module) -> bool:
-    """Whether torch alone says what a module and all in it do: no code of a person's is held there."""
+    """Return whether torch alone says what a module and all in it do: no code of a person's is held there."""
     for m in module.modules():
         torch_says = type(m).__module__.startswith("torch.nn.") and is_unmodified(m)
         if not torch_says or any(map(_is_persons_code, vars(m).values())):
@@ -234,7 +234,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 
 def _is_persons_code(item: object) -> bool:
-    """Whether it is code of a person's, as an activation may be."""
+    """Return whether it is code of a person's, as an activation may be."""
     if isinstance(item, types.FunctionType):
         return not is_foreign(item)
     return callable(item) and not isinstance(item, type | types.BuiltinFunctionType)
@@ -289,7 +289,8 @@ class HookWatch(TorchFunctionMode):
 
 
 def has_custom_backward(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> bool:
-    """Whether a backward of a person's is among those of ``layer``: it reads what it likes, saved or not."""
+    """Return whether a backward of a person's is among those of ``layer``: it reads what it likes, saved
+    or not."""
     ahead = [] if _is_torch_only(layer, parts) else [node for node, _ in made]
     before, seen = {node for node, _ in read}, set[Node]()
     while ahead:
@@ -303,15 +304,13 @@ def has_custom_backward(layer: Layer, parts: Parts, *, made: Edges, read: Edges)
 
 
 def _is_torch_only(layer: Layer, parts: Parts) -> bool:
-    """Whether torch alone says what a layer does."""
+    """Return whether torch alone says what a layer does."""
     node = layer.node
     if node.op == "call_module":
         return is_of_torch(parts.modules[str(node.target)])
     home = getattr(node.target, "__module__", None) or ""
     owner = getattr(node.target, "__objclass__", None)  # of a method of torch.Tensor
-    return (
-        owner in (torch.Tensor, torch._C.TensorBase) or home in _TORCH_MODULES or home.startswith("torch._C")
-    )
+    return owner in (torch.Tensor, TensorBase) or home in _TORCH_MODULES or home.startswith("torch._C")
 
 
 @contextlib.contextmanager
@@ -321,7 +320,7 @@ def keeping() -> Iterator[set[int]]:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
-            found.add(tensor.untyped_storage()._cdata)
+            found.add(memory_id(tensor))
         return tensor.detach()  # a node that kept its own result would never be freed
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -332,16 +331,16 @@ def statistics_of(layer: Layer, parts: Parts) -> set[int]:
     """The memory of running statistics that a layer keeps, and that no backward in train mode reads."""
     if layer.node.op == "call_module":
         modules = parts.modules[str(layer.node.target)].modules()
-        norms = (part for part in modules if isinstance(part, nn.modules.batchnorm._NormBase))
+        norms = (part for part in modules if isinstance(part, BatchOrInstanceNorm))
         found = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
     else:
         norm = getattr(layer.node.target, "__name__", "") in ("batch_norm", "instance_norm")
         found = [*local_at(layer.node, parts).values()] if norm else []
-    return {tensor.untyped_storage()._cdata for tensor in found}
+    return {memory_id(tensor) for tensor in found}
 
 
 def runs_own_code(layer: Layer, parts: Parts) -> bool:
-    """Whether a layer is more than one call of torch, and torch alone does not say what it does."""
+    """Return whether a layer is more than one call of torch, and torch alone does not say what it does."""
     node = layer.node
     return "opaque" in node.meta and not (
         node.op == "call_module" and is_of_torch(parts.modules[str(node.target)])
@@ -364,17 +363,14 @@ def last_gradient_layers(
     return last
 
 
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One tensor or Python number of a run: made by layer ``producer`` (-1: an input), read by the layers
+    """One tensor or other leaf of a run: made by layer ``producer`` (-1: an input), read by the layers
     ``users`` (the model's output reads last: it counts as one more layer).
 
     ``strides`` are those of a real run, None where they are not known: the meta device lays some results out
     otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
-    it may. ``number``: the type that a number had, which may be another later; ``dtype`` has room for any.
+    it may; whatever is no tensor must not.
     ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its memory,
     ascending, each with whether it left zeros that stop every gradient . ``last_gradient_layer``: the last
     layer through which a gradient surely comes back to it, -1 if none does."""
@@ -385,7 +381,6 @@ class Value:
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     dtype: torch.dtype
-    number: type | None
     requires_grad: bool
     parameter: bool
     refused: str
@@ -393,7 +388,7 @@ class Value:
     last_gradient_layer: int
 
     def stops(self, layer: int) -> bool:
-        """Whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
+        """Return whether a zero of this value, as it is after ``layer``, makes its gradient irrelevant."""
         return next((stops for writer, stops in reversed(self.writers) if writer <= layer), False)
 
     @property
@@ -435,7 +430,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
     for number in recorder.reads(traced.output):
         recorder.users[number].add(end)
     for name, buffer in local_at(traced.output, parts).items():
-        recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(end)
+        recorder.accesses.setdefault(memory_id(buffer), (name, set()))[1].add(end)
     _refuse_untracked(recorder)
     stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
     asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
@@ -464,8 +459,8 @@ def _record_layer(
     buffers = buffers_at(layer, parts)
     recorder.hold(buffers.values())
     at_hand = recorder.beside([*tensors, *buffers.values()])
-    versions, contents = [t._version for t in at_hand], Contents(at_hand)
-    asked = [(t.requires_grad, t._version) for t in tensors]
+    versions, contents = [version_of(t) for t in at_hand], Contents(at_hand)
+    asked = [(t.requires_grad, version_of(t)) for t in tensors]
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
     try:
@@ -478,11 +473,11 @@ def _record_layer(
         recorder.random.add(layer.name)
     if runs_own_code(layer, parts):
         recorder.own.add(layer.name)
-    changed = [t for t, before in zip(at_hand, versions, strict=True) if t._version != before]
+    changed = [t for t, before in zip(at_hand, versions, strict=True) if version_of(t) != before]
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
     other, counted = contents.changed(), {id(t) for t in changed}
-    untracked = [t for t in at_hand if id(t) not in counted and t.untyped_storage()._cdata in other]
-    recorder.untracked_memory |= {t.untyped_storage()._cdata: layer.name for t in untracked}
+    untracked = [t for t in at_hand if id(t) not in counted and memory_id(t) in other]
+    recorder.untracked_memory |= {memory_id(t): layer.name for t in untracked}
     recorder.keepers |= dict.fromkeys(kept - statistics_of(layer, parts), layer.name)
     recorder.untracked_values |= {
         recorder.numbers[id(t)]: index for t in untracked if id(t) in recorder.numbers
@@ -491,15 +486,15 @@ def _record_layer(
     recorder.turned |= {
         recorder.numbers[id(t)]: index
         for t, (did, version) in zip(tensors, asked, strict=True)
-        if t.requires_grad != did and t._version == version
+        if t.requires_grad != did and version_of(t) == version
     }
-    for storage in {t.untyped_storage()._cdata for t in changed}:
+    for storage in {memory_id(t) for t in changed}:
         recorder.writes.setdefault(storage, []).append(index)
     recorder.written |= {id(t) for t in changed}
     for name, buffer in buffers.items():
-        recorder.accesses.setdefault(buffer.untyped_storage()._cdata, (name, set()))[1].add(index)
+        recorder.accesses.setdefault(memory_id(buffer), (name, set()))[1].add(index)
     for tensor in (t for t in tensors if t.layout == torch.strided):  # a layer may have returned a buffer
-        if (known := recorder.accesses.get(tensor.untyped_storage()._cdata)) is not None:
+        if (known := recorder.accesses.get(memory_id(tensor))) is not None:
             known[1].add(index)
     for number in read:
         recorder.users[number].add(index)
@@ -541,11 +536,9 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
         strides = None
     elif tensor is not None and tensor.layout == torch.strided:
         strides = tuple(tensor.stride())
-    if tensor is None and type(leaf) not in NUMBERS:
+    if tensor is None:
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
-    elif type(leaf) is int and leaf.bit_length() > 63:
-        refused = f"an int of more than 64 bits ({recorder.names[number]}) would cross it"
-    elif tensor is not None and not travels(tensor):
+    elif not travels(tensor):
         refused = (
             f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
         )
@@ -555,8 +548,7 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
         users=tuple(sorted(recorder.users[number])),
         shape=() if tensor is None else tuple(tensor.shape),
         strides=strides,
-        dtype=torch.float64 if tensor is None else tensor.dtype,  # room for a number of any type
-        number=type(leaf) if tensor is None else None,
+        dtype=torch.float64 if tensor is None else tensor.dtype,
         requires_grad=tensor is not None and tensor.requires_grad,
         parameter=isinstance(tensor, nn.Parameter),
         refused=refused,
@@ -566,7 +558,8 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
 
 
 def travels(tensor: torch.Tensor) -> bool:
-    """Whether a frame keeps the tensor's geometry exactly: another one picks other kernels and other bits."""
+    """Return whether a frame keeps the tensor's geometry exactly: another one picks other kernels and
+    other bits."""
     dense = tensor.layout == torch.strided
     return dense and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels
 

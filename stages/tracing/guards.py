@@ -28,14 +28,14 @@ from torch.nn import functional
 from ...compression.errors import PlanError
 from ..autocast import autocast_state
 from ..device import CPU
+from ..torch_private import HOOKS, REGISTERED, hooks_on_all_modules, memory_id
 from .aliases import in_memory_of
 from .capture.reads import ABSENT, ALL, ASKS, DROPPED, Guard, changed_fact, same_to_readers
-from .dataflow import HOOKS, RELU_FUNCTIONS, hooks_on_all_modules, is_unmodified, may_prove
-from .layers import Traced, parts_of
+from .dataflow import RELU_FUNCTIONS, is_unmodified, may_prove
+from .layers import Traced, parts_of, tensors_read
 from .object_snapshot import (
     INTERNAL,
     OF_EVERY,
-    REGISTERED,
     Facts,
     Same,
     contents,
@@ -300,17 +300,13 @@ def _on_several(
 
     A cut there would have been refused if they had been in train mode, or trained."""
     stages: dict[int, set[int]] = {}
-    last = max(stage_of)
-    readers = [*zip(((layer,) for layer in traced.layers), stage_of, strict=True), ((), last)]
-    for layers, stage in readers:
-        parts = parts_of(model, traced, layers, output=not layers)
-        modules = parts.modules.values()
-        held = [*parts.tensors.values(), *(t for m in modules for t in (*m.parameters(), *m.buffers()))]
-        for tensor in held:
-            stages.setdefault(tensor.untyped_storage()._cdata, set()).add(stage)
+    parts, nodes = parts_of(model, traced), [*(layer.node for layer in traced.layers), traced.output]
+    for node, stage in zip(nodes, [*stage_of, max(stage_of)], strict=True):
+        for _, tensor in tensors_read(node, parts):
+            stages.setdefault(memory_id(tensor), set()).add(stage)
 
     def spread(tensor: torch.Tensor) -> bool:
-        return len(stages.get(tensor.untyped_storage()._cdata, ())) > 1
+        return len(stages.get(memory_id(tensor), ())) > 1
 
     asleep = {id(m) for m in model.modules() if not m.training and any(map(spread, m.buffers(recurse=False)))}
     frozen = {n: weakref.ref(p) for n, p in model.named_parameters() if not p.requires_grad and spread(p)}

@@ -8,18 +8,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_unflatten
 
 from ...compression.errors import PlanError
 from ..autocast import autocast
 from ..device import CPU
+from ..torch_private import tree_unflatten
 from .capture.call_spec import Call
 from .capture.capture import Recording
 from .capture.dynamic_shapes import Table, at_size, facts_of, flat, mapped, same_way
@@ -74,7 +74,7 @@ class Traced(Recording):
 
     @property
     def has_tables(self) -> bool:
-        """Whether some numbers follow no rule, so that each size must be recorded."""
+        """Return whether some numbers follow no rule, so that each size must be recorded."""
         nodes = [layer.node for layer in self.layers if layer.moves]
         return any(isinstance(part, Table) for node in nodes for part in flat(facts_of(node)))
 
@@ -90,6 +90,13 @@ class Parts:
     tensors: dict[str, torch.Tensor]
     elsewhere: Callable[[torch.device], torch.device] | None = None
     meta: bool = False
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors that the layers name, and those registered in their modules."""
+        yield from self.tensors.items()
+        for path, module in self.modules.items():
+            yield from module.named_parameters(prefix=path)
+            yield from module.named_buffers(prefix=path)
 
     def to_meta(self) -> Parts:
         """The same without memory; modules are those of a copy that has none."""
@@ -121,6 +128,19 @@ def parts_of(
     return Parts(modules, tensors)
 
 
+def tensors_read(node: fx.Node, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and constants that a node reads itself, by path.
+
+    These are the ones registered in its module (tied ones too), its own if it is a get_attr, and those among
+    its arguments that are read where they are used."""
+    if node.op == "call_module":
+        module, path = parts.modules[str(node.target)], node.target
+        yield from ((f"{path}.{n}", t) for n, t in (*module.named_parameters(), *module.named_buffers()))
+    for source in (node, *node.all_input_nodes):
+        if source.op == "get_attr" and (source is node or is_local(source)):
+            yield str(source.target), parts.tensors[str(source.target)]
+
+
 def tensor_at(root: nn.Module, name: str, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The tensor that a get_attr node names: a constant of the run, or one that hangs on ``root``."""
     return constants[name] if name in constants else operator.attrgetter(name)(root)
@@ -135,7 +155,7 @@ def casting(dtype: torch.dtype | None, device: torch.device = CPU) -> contextlib
 
 
 def is_local(node: fx.Node) -> bool:
-    """Whether a node reads a buffer, a constant or a frozen parameter: read where used, never sent."""
+    """Return whether a node reads a buffer, a constant or a frozen parameter: read where used, never sent."""
     return "local" in node.meta
 
 

@@ -17,15 +17,16 @@ from torch import nn
 
 from ...compression.errors import PlanError
 from ..seeds import TURN
+from ..torch_private import is_compiled_in_place, optimized_module
 
 Leaf = str | type[nn.Module] | Callable[..., Any]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it came from ``torch.compile(module)``, or was compiled in place by ``module.compile()``."""
-    dynamo = sys.modules.get("torch._dynamo")  # two seconds to import; who compiled a module has done so
-    made = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return made or module._compiled_call_impl is not None
+    """Return whether it came from ``torch.compile(module)``, or was compiled in place by
+    ``module.compile()``."""
+    kind = optimized_module()
+    return (kind is not None and isinstance(module, kind)) or is_compiled_in_place(module)
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def as_written() -> Iterator[None]:
     none of the few versions that torch keeps of a compiled function is spent on tensors without memory.
 
     One thread at a time: torch has one stance for all, and of two that overlap the last would keep it."""
-    if "torch._dynamo" not in sys.modules:
+    if optimized_module() is None:
         yield
         return
     with TURN, torch.compiler.set_stance("force_eager"):

@@ -25,7 +25,7 @@ LOADED = "let it do without them, or load the model whole before it is traced (t
 
 
 def has_meta(model: nn.Module) -> bool:
-    """Whether some parameter or buffer has no values."""
+    """Return whether some parameter or buffer has no values."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -104,7 +104,7 @@ def recording_meta(model: nn.Module) -> Iterator[None]:
 
 
 def needs_values(error: BaseException) -> bool:
-    """Whether torch says that something cannot be done with tensors of the meta device."""
+    """Return whether torch says that something cannot be done with tensors of the meta device."""
     return "meta" in str(error).lower()
 
 

@@ -26,11 +26,12 @@ import numpy
 import torch
 from torch import nn
 
+from ..torch_private import INTERNAL as TORCH_INTERNAL
+from ..torch_private import REGISTERED, version_of
+
 LIMIT = 100_000  # objects; what lies beyond is compared by its kind and length alone
 EXACT = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-REGISTERED = ("_parameters", "_buffers", "_modules")
-# A copy of an LSTM finds these out of date, and makes them anew; omegaconf fills its cache by reading.
-INTERNAL = {*REGISTERED, "_flat_weight_refs", "_flags_cache"}
+INTERNAL = {*TORCH_INTERNAL, "_flags_cache"}  # omegaconf fills this cache by reading
 OF_EVERY = frozenset(vars(nn.Module()))  # attributes of every module
 OPAQUE = ("torch._", "torch.fx.", "torch.jit.", "torch.distributed.")
 # What their objects hold moves by itself, or is no data: caches of loggers, waiting threads, open files.
@@ -62,7 +63,7 @@ def walk(
 
 
 def is_plain(item: object) -> bool:
-    """Whether a value cannot change, and holds nothing that could."""
+    """Return whether a value cannot change, and holds nothing that could."""
     if isinstance(item, (*EXACT, float, complex, enum.Enum, numpy.generic)):
         return True
     if isinstance(item, type):
@@ -149,7 +150,7 @@ def attributes_of(item: object) -> dict[str, object] | None:
 
 
 def _is_open(item: object) -> bool:
-    """Whether an object of torch's or of Python's own may hold what a model goes on from."""
+    """Return whether an object of torch's or of Python's own may hold what a model goes on from."""
     home = type(item).__module__
     if isinstance(item, nn.Module) or (home.startswith("torch.") and not home.startswith(OPAQUE)):
         return True
@@ -157,7 +158,7 @@ def _is_open(item: object) -> bool:
 
 
 def is_foreign(kind: type | types.FunctionType) -> bool:
-    """Whether it comes with Python or torch."""
+    """Return whether it comes with Python or torch."""
     root = (kind.__module__ or "").partition(".")[0]
     return root == "torch" or (root != "__main__" and root in sys.stdlib_module_names)
 
@@ -285,7 +286,7 @@ def _key(item: object) -> object:
 
 def _tensor(tensor: torch.Tensor, *, version: bool, bits: bool) -> Fact:
     counted = version and not tensor.is_inference()
-    written = tensor._version if counted else None
+    written = version_of(tensor) if counted else None
     return type(tensor), Same(tensor), written, zlib.crc32(_bytes(tensor)) if bits else None
 
 

@@ -25,6 +25,7 @@ from ..device import device_of
 from ..meta_watch import MetaWatch
 from ..places import home_of
 from ..seeds import seeded
+from ..torch_private import memory_id
 from .capture.call_spec import resized
 from .capture.dynamic_shapes import Affine, affine_of, at_size
 from .dataflow import Probe, Value, probe
@@ -200,11 +201,11 @@ class Shapes:
 
         Raises: PlanError: the model's code wrote to a parameter that the plan takes for unwritten."""
         root = self.roots[mode]
-        owned = {name: (p, p.untyped_storage()._cdata) for name, p in root.named_parameters()}
+        owned = {name: (p, memory_id(p)) for name, p in root.named_parameters()}
         grad = torch.set_grad_enabled(mode == "train")
         with grad, as_written(), torch.device("meta"), MetaWatch() as watch:
             yield
-        moved = {name for name, (p, place) in owned.items() if p.untyped_storage()._cdata != place}
+        moved = {name for name, (p, place) in owned.items() if memory_id(p) != place}
         refuse_written(root, moved, {name for name, (_, place) in owned.items() if place in watch.writes})
 
     def _refuse_other_way(self, mode: str, key: _Key) -> None:
@@ -251,8 +252,7 @@ class Shapes:
                 return f"the results of {node.name} differ on the meta device"
         for value, other in zip(real.values, meta.values, strict=True):
             facts = ("shape", "dtype", "users", "writers")
-            kinds = (value.number is None) != (other.number is None)  # a number's type travels with it
-            if kinds or any(getattr(value, fact) != getattr(other, fact) for fact in facts):
+            if any(getattr(value, fact) != getattr(other, fact) for fact in facts):
                 return f"the value {value.name} differs on the meta device"
         return ""
 

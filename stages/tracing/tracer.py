@@ -219,8 +219,8 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
 
 
 def _holds(root: nn.Module, node: fx.Node, tied: Collection[str]) -> bool:
-    """Whether a layer needs a part of the model that only its stage has: not what is tied or carried to
-    it."""
+    """Return whether a layer needs a part of the model that only its stage has: not what is tied or carried
+    to it."""
     if node.op != "call_module":
         return node.op == "get_attr"
     module = root.get_submodule(str(node.target))

@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import PlanError
 from ..device import KINDS
+from ..torch_private import BUFFERS, FORWARD_PRE_HOOKS, PARAMETERS, tree_leaves
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -41,7 +41,8 @@ def _of_another_kind(module: nn.Module) -> Iterator[str]:
 
 
 def _not_trainable(module: nn.Module) -> Iterator[str]:
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+    held = [item for kind in (PARAMETERS, BUFFERS) for item in vars(module)[kind].items()]
+    for name, tensor in held:
         if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
             yield f"has a tensor without strides, {name} ({tensor.layout}); hold it dense"
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -73,7 +74,7 @@ def _writes_weights(module: nn.Module) -> Iterator[str]:
             "has max_norm, with which its forward writes to its weight; leave it out, and give "
             "F.embedding(x, torch.renorm(weight, 2, 0, max_norm)) in a forward of your own"
         )
-    if any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+    if any(isinstance(hook, SpectralNorm) for hook in vars(module)[FORWARD_PRE_HOOKS].values()):
         yield (
             "has the old torch.nn.utils.spectral_norm, whose hook writes to its weight; use "
             "torch.nn.utils.parametrizations.spectral_norm"

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from ..meta_watch import watching
+from ..torch_private import memory_id
 
 
 class Contents:
@@ -22,7 +23,7 @@ class Contents:
         self._watch = watching()
         self._mark = 0 if self._watch is None else len(self._watch.writes)
         plain = (t for t in tensors if t.layout is torch.strided and not (t.is_meta or t.is_nested))
-        storages = {storage._cdata: storage for t in plain if (storage := t.untyped_storage()).nbytes()}
+        storages = {memory_id(storage): storage for t in plain if (storage := t.untyped_storage()).nbytes()}
         self._kept = {key: (storage, storage.clone()) for key, storage in storages.items()}
 
     @property

@@ -21,6 +21,7 @@ from torch import nn
 from ...compression.errors import PlanError
 from ..meta_watch import tensors_in, watching
 from ..seeds import generators_of
+from ..torch_private import memory_id, version_of
 from .aliases import memory_of
 from .capture.call_spec import Call, fresh, other_data
 from .meta_model import needs_values, without_values
@@ -81,8 +82,8 @@ class TraceCopy:
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for itself), or
-    both are None."""
+    """Return whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for
+    itself), or both are None."""
     if a is None or b is None:
         return a is b
     if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
@@ -177,11 +178,11 @@ def observe(
     )  # without, a view of a parameter still says that it requires a gradient
     roots = [t for t in outputs if training and t.requires_grad]
     weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).reshape(t.shape).to(t) for t in roots]
-    versions = {name: b._version for name, b in model.named_buffers()}
+    versions = {name: version_of(b) for name, b in model.named_buffers()}
     if roots:
         torch.autograd.backward(roots, weights)
     for name, buffer in model.named_buffers():
-        if versions.get(name, buffer._version) != buffer._version:
+        if versions.get(name, version_of(buffer)) != version_of(buffer):
             raise PlanError(
                 f"the backward writes to buffer {name}, out of the order of micro-batches, as where a "
                 "torch.utils.checkpoint has a batch norm in it; leave the checkpoint out (recompute=true "
@@ -212,7 +213,7 @@ def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> 
 
     Raises: PlanError: it does not run, or changes the model beside these every time."""
     eager, original = copy.deepcopy(root), dict(root.named_parameters())
-    parameters = [(name, p, p.untyped_storage()._cdata) for name, p in eager.named_parameters()]
+    parameters = [(name, p, memory_id(p)) for name, p in eager.named_parameters()]
     buffers, cold = dict(eager.named_buffers()), dict(root.named_buffers())
     before, watch = contents(eager, running=True), watching()
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
@@ -227,7 +228,7 @@ def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> 
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {error}; give another example"
         ) from error
-    moved = {name for name, p, place in parameters if p.untyped_storage()._cdata != place}
+    moved = {name for name, p, place in parameters if memory_id(p) != place}
     filled = {name for name, p, _ in parameters if not same_bits(p, original[name])}
     filled |= {name for name, _, place in parameters if watch and place in watch.writes}
     refuse_written(eager, moved, filled)
@@ -245,7 +246,7 @@ def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> 
     replaced = {name for name, buffer in held.items() if buffer is not buffers[name]}
     written = {name for name, buffer in held.items() if not same_bits(buffer, cold[name])}
     if watch:
-        written |= {name for name, b in buffers.items() if b.untyped_storage()._cdata in watch.writes}
+        written |= {name for name, b in buffers.items() if memory_id(b) in watch.writes}
     return replaced | written | filled, clean and not replaced
 
 
@@ -267,7 +268,8 @@ def same_after_first_call(
     run: Callable[[nn.Module, Sequence[torch.Tensor]], Any],
     inputs: Sequence[torch.Tensor],
 ) -> bool:
-    """Whether ``warm``, which has run, computes what ``cold`` computes, which has not; both are written to.
+    """Return whether ``warm``, which has run, computes what ``cold`` computes, which has not; both are
+    written to.
 
     Between two evaluations a model trains, so a copy that evaluates is put into train mode once, and back."""
     if not warm.training:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ...compression.buffers import Frame
@@ -26,6 +25,7 @@ from ...compression.codec import decode, encode
 from ...compression.errors import PlanError, StageError
 from ..memory.packer import FOR_SAVED
 from ..memory.stores import UNLIMITED, Store, StoreOptions, UnpooledBuffers, open_store
+from ..torch_private import preserve_version_counter
 from .policies import VersionRule, WeightPolicy
 from .prediction import WeightPredictor
 
@@ -242,7 +242,7 @@ class LatestWeights(WeightVersions):
         """The block in which an optimizer writes the parameters; what the next update has begun goes on.
 
         Gradients start from None: sums that start from zeros lose -0.0."""
-        with _unsafe_preserve_version_counter(tuple(self.parameters)):
+        with preserve_version_counter(tuple(self.parameters)):
             yield
         self.gathering += self.begun is None
         self._exchange_gradients(self.begun)

@@ -17,7 +17,8 @@ import penstock
 
 LOW = (
     "compression", "stages.autocast", "stages.device", "stages.files", "stages.meta_watch", "stages.places",
-    "stages.record", "stages.seeds", "stages.split_inputs", "stages.tensor_file", "stages.units",
+    "stages.record", "stages.seeds", "stages.split_inputs", "stages.tensor_file", "stages.torch_private",
+    "stages.units",
     "stages.work", "stages.worker",
 )  # fmt: skip
 STAGE = ("stages.tracing", "stages.memory", "stages.weight_versions", "stages.stage")

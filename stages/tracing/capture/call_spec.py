@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ....compression.errors import PlanError
 from ...split_inputs import Column, Split
+from ...torch_private import TreeSpec, tree_flatten, tree_unflatten
 from .signature import PLAIN
 
 Example = tuple[Any, ...] | Mapping[str, Any]

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec
 
 from ....compression.errors import PlanError
+from ...torch_private import TreeSpec
 from .call_spec import Call, fresh, other_data, resized
 from .dynamic_shapes import Different, moving, refuse_data, same_way
 from .nodes import Unrecordable, path_of, where_of
@@ -126,7 +126,7 @@ class _Runs:
         self.kinds: dict[type, str] = {}
 
     def is_leaf(self, path: str, module: nn.Module) -> bool:
-        """Whether a module is one layer, by somebody's choice or because of what it does."""
+        """Return whether a module is one layer, by somebody's choice or because of what it does."""
         return path in self.chosen or type(module) in self.kinds or self.leaf(path, module)
 
     def leaves_of(self, model: nn.Module) -> dict[str, str]:

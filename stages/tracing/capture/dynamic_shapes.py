@@ -206,7 +206,7 @@ def same_way(
 
 
 def _follows(rule: Any, found: Any, samples: int) -> bool:
-    """Whether a part of the facts of a run is what the rule gives; a table learns what it is."""
+    """Return whether a part of the facts of a run is what the rule gives; a table learns what it is."""
     if isinstance(rule, fx.Node):
         return isinstance(found, fx.Node)
     if isinstance(rule, Table) and type(found) is int:
@@ -231,7 +231,8 @@ def called(target: Any) -> Any:
 
 
 def _alike(ours: Any, its: Any) -> bool:
-    """Whether two leaves are equal; NaN is equal to itself, and arrays are as long as all of them is."""
+    """Return whether two leaves are equal; NaN is equal to itself, and arrays are as long as all of them
+    is."""
     if its is ours:
         return True
     try:

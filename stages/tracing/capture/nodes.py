@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_leaves
 
 from ...autocast import autocast, autocast_state
 from ...meta_watch import tensors_in
 from ...places import home_of
 from ...seeds import generators_of
+from ...torch_private import tree_flatten, tree_is_leaf, tree_leaves
 from .values import items_of, line_of_model, rebuilt
 
 
 class Modes(NamedTuple):
-    """Whether gradients are recorded, and what autocast does on devices of a ``kind``."""
+    """State of grad mode, and of autocast on devices of a ``kind``."""
 
     grad: bool
     autocast: bool
@@ -92,7 +92,7 @@ class Nodes:
         self.nodes: dict[int, tuple[Callable[[], torch.Tensor | None], fx.Node]] = {}
 
     def is_unrecorded(self) -> bool:
-        """Whether what runs is not recorded: a layer from within, or what another thread does."""
+        """Return whether what runs is not recorded: a layer from within, or what another thread does."""
         return bool(self.quiet) or threading.get_ident() != self.thread
 
     def in_segment(self, run: Callable[..., Any], *args: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.fx import _symbolic_trace
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+from ...torch_private import FORWARD_HOOKS, is_compiled_in_place, optimized_module, wrapped_functions
 
 _NOTHING = object()  # stood there: the name is taken away again
 
@@ -57,18 +57,13 @@ class Patches:
                 setattr(owner, name, value)
 
 
-def paused(mode: TorchFunctionMode) -> contextlib.AbstractContextManager[Any]:
-    """A block that ``mode`` does not see."""
-    return _pop_mode_temporarily() if _get_current_function_mode() is mode else contextlib.nullcontext()
-
-
 def is_single(module: nn.Module) -> bool:
-    """Whether a module of torch.nn runs no code but torch's, so that what it runs asks for no patch: putting
-    them aside for each takes longer than most take to run."""
+    """Return whether a module of torch.nn runs no code but torch's, so that what it runs asks for no patch:
+    putting them aside for each takes longer than most take to run."""
     return (
         type(module).__module__.startswith("torch.nn.modules.")
-        and not module._modules
-        and not (module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl)
+        and not any(True for _ in module.children())
+        and not (any(vars(module)[name] for name in FORWARD_HOOKS) or is_compiled_in_place(module))
     )
 
 
@@ -89,9 +84,9 @@ def at_once(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
 def kinds_that_are_called() -> Iterator[type[nn.Module]]:
     """The classes whose ``__call__`` runs a module."""
     yield nn.Module
-    dynamo = sys.modules.get("torch._dynamo")  # two seconds to import; who compiled a module has done so
-    if dynamo is not None and "__call__" in vars(dynamo.OptimizedModule):
-        yield dynamo.OptimizedModule
+    compiled = optimized_module()
+    if compiled is not None and "__call__" in vars(compiled):
+        yield compiled
 
 
 Place = tuple[dict[str, Any], str, Callable[..., Any]]
@@ -100,8 +95,7 @@ Place = tuple[dict[str, Any], str, Callable[..., Any]]
 
 def wrapped() -> list[Place]:
     """Return the places of functions that are marked with ``torch.fx.wrap``."""
-    marked = _symbolic_trace._wrapped_fns_to_patch.items()
-    return [(frame, name, frame[name]) for (_, name), frame in marked if callable(frame.get(name))]
+    return [(frame, name, frame[name]) for frame, name in wrapped_functions() if callable(frame.get(name))]
 
 
 def bound(functions: Collection[Callable[..., Any]]) -> list[Place]:

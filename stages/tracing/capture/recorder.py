@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...meta_watch import tensors_in
 from ...seeds import TURN, drew, states_of
+from ...torch_private import memory_id, paused, pytree, tree_leaves
 from ..object_snapshot import is_plain, walk
 from ..untracked_writes import Contents
 from .dynamic_shapes import called, mapped
@@ -37,7 +36,6 @@ from .patches import (
     is_single,
     kinds_that_are_called,
     overridden,
-    paused,
     wrapped,
 )
 from .reads import Reads
@@ -69,11 +67,12 @@ class Buffers:
 
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Return the number of a tensor's memory, which no other memory has; None: it is not one piece."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    return memory_id(tensor) if tensor.layout is torch.strided else None
 
 
 def only_read(buffer: torch.Tensor, before: Contents, result: Any) -> bool:
-    """Whether a call left ``buffer`` as it was, gave no view of it, and may keep it for its backward."""
+    """Return whether a call left ``buffer`` as it was, gave no view of it, and may keep it for its
+    backward."""
     made = tensors_in(result)
     viewed = any(storage_of(t) == storage_of(buffer) for t in made)
     return not viewed and any(t.requires_grad for t in made) and not before.changed()
@@ -207,7 +206,7 @@ class Recorder(Nodes, TorchFunctionMode):
             self.stack.pop()
 
     def _is_layer(self, path: str, module: nn.Module) -> bool | None:
-        """Whether a module that is one layer ``is_single``; None where it is not one layer."""
+        """Return whether a module that is one layer ``is_single``; None where it is not one layer."""
         self.quiet += 1  # it is not the model that looks
         try:
             # torch.func.functional_call may lend a module other parameters than its own

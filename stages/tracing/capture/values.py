@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from ...torch_private import pytree
 
 FACTS = frozenset(
     "size dim stride numel nelement ndimension element_size storage_offset is_floating_point is_complex "
@@ -63,13 +64,13 @@ def rebuilt(spec: pytree.TreeSpec, *leaves: Any) -> Any:
 
 
 def is_code_of_model(file: str) -> bool:
-    """Whether code in ``file`` is neither torch's nor ours nor Python's own."""
+    """Return whether code in ``file`` is neither torch's nor ours nor Python's own."""
     installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
     return not file.startswith(_NOT_THE_MODEL) and (installed or not file.startswith(_PYTHON))
 
 
 def is_our_code(file: str) -> bool:
-    """Whether code in ``file`` records the model, or runs it."""
+    """Return whether code in ``file`` records the model, or runs it."""
     return file.startswith(_OURS)
 
 

@@ -1,0 +1,195 @@
+"""Names that torch does not promise: every private one that ``stages`` relies on, each with its reason.
+
+A release of torch may change any of them; ``tests/stages/test_torch_private.py`` says what breaks then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+from torch.autograd.graph import GradientEdge, Node
+from torch.fx import _symbolic_trace
+from torch.nn.modules import module as _module
+from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_is_leaf,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+__all__ = [
+    "BatchOrInstanceNorm", "TorchDispatchMode", "TreeSpec", "preserve_version_counter", "pytree",
+    "tree_flatten", "tree_is_leaf", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+]  # fmt: skip
+
+# -- memory: who has the same, and who else holds it ----------------------------------------------------
+
+TensorBase = torch._C.TensorBase
+"""Owner of the methods of a tensor; no public name has it."""
+
+
+def memory_id(tensor: torch.Tensor | torch.UntypedStorage) -> int:
+    """Identity of the storage under a tensor; a meta tensor's data_ptr is 0, and two wrappers have one."""
+    storage = tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
+    return storage._cdata
+
+
+def num_storage_holders(storage: torch.UntypedStorage) -> int:
+    """Number of tensors and wrappers that hold a storage; Python counts its own wrappers alone."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def num_tensor_holders(tensor: Any) -> int:
+    """Number of holders of a tensor in C++, autograd's nodes included."""
+    return tensor._use_count()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Number of writes to a tensor that autograd counted; in-place checks compare the same number."""
+    return tensor._version
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view was taken of, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd takes a tensor for a view."""
+    return tensor._is_view()
+
+
+def values_of(sparse: torch.Tensor) -> torch.Tensor:
+    """Values of a sparse tensor as it is; the public name refuses one that is not coalesced."""
+    return sparse._values()
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a level of ``torch.func``, whose memory is not its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def wrapper_subclass(kind: type, like: torch.Tensor) -> Any:
+    """A tensor of a class with ``__torch_dispatch__``, with the geometry of another and no memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+
+
+# -- autograd: the graph of a backward, and what it saved -----------------------------------------------
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether functions were hung on the gradient of a tensor."""
+    return bool(tensor._backward_hooks)
+
+
+def current_node() -> tuple[str, int] | None:
+    """Name and number of the node that runs in a backward on this thread, None where none does."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def run_engine(
+    roots: tuple[torch.Tensor | GradientEdge, ...],
+    gradients: tuple[torch.Tensor, ...],
+    leaves: tuple[GradientEdge, ...],
+    *,
+    retain: bool,
+) -> None:
+    """Run ``torch.autograd.backward`` without its checks of the gradients, which promises held already."""
+    Variable._execution_engine.run_backward(
+        roots,  # type: ignore[arg-type]
+        gradients,
+        retain,
+        False,
+        leaves,
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def saved_names(kind: type[Node]) -> list[str]:
+    """Names of the tensors that nodes of a kind saved, for ``saved_tensor``."""
+    return [name.removeprefix(_SAVED) for name in dir(kind) if name.startswith(_SAVED)]
+
+
+_SAVED = "_raw_saved_"
+
+
+def saved_tensor(node: Node, name: str) -> Any:
+    """A saved tensor of a node before it is unpacked, which takes hooks; several of them as a tuple."""
+    return getattr(node, f"{_SAVED}{name}")
+
+
+def convolution_backend(node: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], str]]:
+    """The weight of a convolution's node, and a function from its input to the backend of its backward."""
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    found = [getattr(node, f"_saved_{name}") for name in names]
+    weight, settings = node._saved_weight, [list(one) if isinstance(one, tuple) else one for one in found]
+    return weight, lambda given: str(torch._C._select_conv_backend(given, weight, None, *settings))
+
+
+# -- modules: what torch.nn registers ---------------------------------------------------------------------
+
+PARAMETERS, BUFFERS = "_parameters", "_buffers"
+REGISTERED = (PARAMETERS, BUFFERS, "_modules")
+FORWARD_PRE_HOOKS = "_forward_pre_hooks"
+FORWARD_HOOKS = ("_forward_hooks", FORWARD_PRE_HOOKS)
+HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
+INTERNAL = {*REGISTERED, "_flat_weight_refs"}
+"""Attributes that say nothing of their own; a copy of an LSTM makes its references to weights anew."""
+
+
+def hooks_on_all_modules() -> tuple[tuple[Any, ...], ...]:
+    """The hooks that torch calls for every module."""
+    return tuple(tuple(getattr(_module, f"_global{name}")) for name in HOOKS)
+
+
+def optimized_module() -> type[nn.Module] | None:
+    """The class of what ``torch.compile`` makes of a module; None while nobody has compiled.
+
+    Its file takes two seconds to import, and who compiled a module has done so."""
+    return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+# -- calls: modes, schemas, marked functions --------------------------------------------------------------
+
+
+def dispatch_mode() -> TorchDispatchMode | None:
+    """The innermost mode that sees kernels."""
+    return _get_current_dispatch_mode()
+
+
+def paused(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
+    """A block that ``mode``, if it is the innermost, does not see."""
+    return _pop_mode_temporarily() if _get_current_function_mode() is mode else nullcontext()
+
+
+def schema_of(operation: Any) -> Any:
+    """Schema of an operation: its name, and which arguments it writes to."""
+    return operation._schema
+
+
+def wrapped_functions() -> Iterator[tuple[dict[str, Any], str]]:
+    """Globals and name of every function that is marked with ``torch.fx.wrap``."""
+    yield from ((frame, name) for (_, name), frame in _symbolic_trace._wrapped_fns_to_patch.items())
