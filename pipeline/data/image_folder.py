@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...compression.errors import ConfigError
 from ...stages.meta_watch import META
-from . import sources
-from .options import check_image, check_known
+from .options import check_image, check_known, find_image_folder, no_images
 from .samples import Description, Samples
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def load(*, root: str, size: int = 64, channels: int = 3) -> Samples:
     """
     check_image(size=size)
     check_known("data.channels", channels, (1, 3))
-    train, test = (_listed(folder, root=root) for folder in sources.image_folder(root))
+    train, test = (_listed(folder, root=root) for folder in find_image_folder(root))
     if train.classes != test.classes:
         odd = sorted({*train.classes} ^ {*test.classes})
         raise ConfigError(
@@ -128,4 +127,4 @@ def _listed(folder: Path, *, root: str) -> ImageFolder:
     try:
         return ImageFolder(str(folder))
     except OSError as error:  # torchvision's for no folder, no class, a class without images
-        raise sources.no_images(root, folder, str(error).splitlines()[0]) from error
+        raise no_images(root, folder, str(error).splitlines()[0]) from error

@@ -23,7 +23,7 @@ from torch.utils.data import default_collate, get_worker_info
 from ...compression.errors import ConfigError, PenstockError
 from ...stages.split_inputs import Split
 from .cached import CacheReader, Counts
-from .drawn import drawing, order_of
+from .random_draws import drawing, order_of
 
 # Tables: splits of samples. A table says by what it has how it may be asked: ``batch`` makes a batch at once;
 # ``inputs_of``, ``targets_of`` and ``form`` let a rank read only what it computes with; ``at_hand`` says that

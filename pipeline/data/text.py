@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...compression.errors import ConfigError
 from ...stages.meta_watch import META
-from . import sources
-from .options import check_count
+from .options import check_count, find_text
 from .samples import Description, Samples
 
 
@@ -61,7 +60,7 @@ def load(*, path: str | None = None, length: int = 64) -> Samples:
     Raises: ConfigError: the file is missing, not UTF-8, or too short for one sample in each split.
     """
     check_count(data__length=length)
-    file = sources.text(path)
+    file = find_text(path)
     text = _read(file)
     characters, numbers = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype="<u4"), return_inverse=True)
     border = len(text) * 9 // 10

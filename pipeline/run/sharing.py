@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...conf.schema import TrainConfig
-from ..data.cached import CachedDataset, CacheReader, cache_reader
-from ..data.given import Collated, Streamed
+from ..data.cached import CachedDataset, CacheReader, cache_reader, reads_of
 from ..data.image_folder import Files
 from ..data.loader import at_hand
 from ..data.reading import Table
-from ..data.reads import reads_of
-from ..data.samples import Samples
+from ..data.samples import Collated, Samples, Streamed
 from ..pipeline import Pipeline
 
 

@@ -42,10 +42,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from penstock.compression.errors import TransportError
 from penstock.pipeline.data.cache.client import Client
-from penstock.pipeline.data.cache.pages import PAGE_BYTES, pages_of
 from penstock.pipeline.data.cache.policies import POLICIES, Lru
 from penstock.pipeline.data.cache.policy import Policy
-from penstock.pipeline.data.cache.wire import Hello
+from penstock.pipeline.data.cache.wire import PAGE_BYTES, Hello, pages_of
 from penstock.pipeline.data.cached import Cached, cached
 from penstock.stages.units import parse_bytes
 

@@ -21,7 +21,7 @@ import numpy as np
 from penstock.pipeline.data.cache.gain import Gain
 from penstock.pipeline.data.cache.policies import POLICIES
 from penstock.pipeline.data.cache.policy import Job, Policy, Times
-from penstock.pipeline.data.drawn import order_of
+from penstock.pipeline.data.random_draws import order_of
 
 CONTESTANTS: dict[str, Callable[[int], Policy]] = POLICIES | {"gain_last_0": partial(Gain, last_gain=0)}
 """Policies by name: those of the library, and ``gain`` whose slowest job asks its neighbour only."""

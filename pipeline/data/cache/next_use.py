@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from .job_progress import NEVER, JobProgress
-from .policy import MISS, ByteBudget, Decision, Entry, Job
+from .policy import MISS, NEVER, ByteBudget, Decision, Entry, Job, JobProgress
 
 
 class Reader(JobProgress):

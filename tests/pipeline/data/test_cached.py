@@ -22,11 +22,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 import penstock
 from penstock import ConfigError
 from penstock.pipeline.data.cache.policies import policy
-from penstock.pipeline.data.cached import CachedDataset, CacheReader, cache_reader
-from penstock.pipeline.data.given import samples_of
+from penstock.pipeline.data.cached import CachedDataset, CacheReader, cache_reader, reads_of
 from penstock.pipeline.data.loader import Loader, WarmUp
 from penstock.pipeline.data.reading import Place, Reading
-from penstock.pipeline.data.reads import reads_of
+from penstock.pipeline.data.samples import samples_of
 
 EPOCHS = 3
 BATCH = 7

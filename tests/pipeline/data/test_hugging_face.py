@@ -12,9 +12,9 @@ from reference import same_bits
 import penstock
 from penstock import ConfigError
 from penstock.pipeline.data.cache.policies import policy
-from penstock.pipeline.data.given import samples_of
 from penstock.pipeline.data.loader import Loader
 from penstock.pipeline.data.reading import Place, Reading
+from penstock.pipeline.data.samples import samples_of
 
 pytestmark = [
     pytest.mark.slow,

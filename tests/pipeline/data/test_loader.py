@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from penstock import ConfigError
 from penstock.compression.errors import TransportError
 from penstock.pipeline.data import image_folder
-from penstock.pipeline.data.given import samples_of
 from penstock.pipeline.data.loader import Loader, at_hand, workers_of
 from penstock.pipeline.data.reading import Needs, Place, Reading
+from penstock.pipeline.data.samples import samples_of
 from penstock.pipeline.data.text import load as text
 
 PLACES = [
@@ -195,7 +195,7 @@ def test_what_cannot_leave_a_process_is_named_and_nobody_waits_for_it():
 LOADS = """
 import os, sys, torch
 from torch.utils.data import TensorDataset
-from penstock.pipeline.data.given import samples_of
+from penstock.pipeline.data.samples import samples_of
 from penstock.pipeline.data.loader import Loader
 from penstock.pipeline.data.reading import Place, Reading
 

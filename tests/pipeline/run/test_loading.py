@@ -10,7 +10,7 @@ from commands import lines, refusal, summary, trained
 from loading import write_images
 
 from penstock.pipeline.data.cache.policies import policy
-from penstock.pipeline.data.drawn import order_of
+from penstock.pipeline.data.random_draws import order_of
 
 JOB = (
     "data=image_folder data.root=images data.size=8 model=mlp model.hidden=[16,12,8] batch_size=6"
