@@ -111,7 +111,7 @@ class Policy(Protocol):
 
 
 class ByteBudget:
-    """Entries with their bytes and the job that had each admitted, the least recently touched first.
+    """Entries with their bytes and the job that had each admitted; part of a policy.
 
     Attributes:
         num_bytes: Of all entries; never above ``capacity``.
@@ -135,15 +135,11 @@ class ByteBudget:
         self.num_bytes += num_bytes
         self._charge(name, num_bytes)
 
-    def remove(self, entry: Entry) -> None:
-        """Remove an entry, if it is there."""
+    def drop(self, entry: Entry) -> None:
+        """See ``Policy``."""
         num_bytes, name = self.entries.pop(entry, (0, ""))
         self.num_bytes -= num_bytes
         self._charge(name, -num_bytes)
-
-    def touch(self, entry: Entry) -> None:
-        """Move an entry behind all others."""
-        self.entries[entry] = self.entries.pop(entry)
 
     def hand_over(self, name: str, heir: Mapping[Entry, str]) -> None:
         """Charge the entries of a job that leaves to the heir of each."""
