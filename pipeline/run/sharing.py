@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...conf.schema import TrainConfig
-from ..data.cached import CachedDataset, CacheReader, cache_reader, reads_of
+from ..data.cached import CachedDataset, CacheReader, cache_reader, sample_source
 from ..data.image_folder import Files
 from ..data.loader import at_hand
 from ..data.reading import Table
@@ -22,7 +22,7 @@ def check(config: TrainConfig, samples: Samples) -> None:
 
     Raises: ConfigError: they have no numbers, or do not tell how they are read."""
     if config.cache.mode != "none" and not at_hand(samples.train):
-        reads_of(_dataset(samples.train), decoded=config.cache.decoded)
+        sample_source(_dataset(samples.train), decoded=config.cache.decoded)
 
 
 def share(
@@ -41,7 +41,7 @@ def share(
         return table, None
     dataset = _dataset(table)
     through = cache_reader(
-        reads_of(dataset, decoded=options.decoded),
+        sample_source(dataset, decoded=options.decoded),
         job=options.job or folder.name,
         run=run,
         data=options.data,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 import penstock
 from penstock import ConfigError
 from penstock.pipeline.data.cache.policies import policy
-from penstock.pipeline.data.cached import CachedDataset, CacheReader, cache_reader, reads_of
+from penstock.pipeline.data.cached import CachedDataset, CacheReader, cache_reader, sample_source
 from penstock.pipeline.data.loader import Loader, WarmUp
 from penstock.pipeline.data.reading import Place, Reading
 from penstock.pipeline.data.samples import samples_of
@@ -41,7 +41,7 @@ def through_cache(
     dataset: Any, path: Path, *, job: str = "a", data: str = "", epochs: int = EPOCHS
 ) -> CacheReader:
     counts: Any = {"num_samples": NUMBER, "batch_size": BATCH, "epochs": epochs}
-    return cache_reader(reads_of(dataset, decoded=True), job=job, socket=path, data=data, **counts)
+    return cache_reader(sample_source(dataset, decoded=True), job=job, socket=path, data=data, **counts)
 
 
 def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, job: str = "a") -> Any:
@@ -329,9 +329,9 @@ class Around(Dataset[Any]):
 @pytest.mark.parametrize("made", [Negated, Around, lambda: Subset(Around(), range(9))])
 def test_what_lies_over_read_and_decode_is_not_passed_by(made):
     with pytest.raises(ConfigError, match=r"only whole samples could be kept"):
-        reads_of(made(), decoded=False)
-    reads = reads_of(made(), decoded=True)
-    data, sample = reads.load(3)
+        sample_source(made(), decoded=False)
+    source = sample_source(made(), decoded=True)
+    data, sample = source.load(3)
     assert sample[0] == -3
     assert data is None  # it draws
 
