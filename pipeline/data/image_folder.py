@@ -42,18 +42,14 @@ class Files:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.decode(index, self.read(index)), torch.tensor(self.folder.targets[index])
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float32 images (batch, channels, size, size) and their int64 classes."""
-        return self.inputs_of(indices), self.targets_of(indices)
-
     def inputs_of(self, indices: Tensor) -> Tensor:
-        """Return the images of ``batch``."""
+        """Return float32 images (batch, channels, size, size)."""
         numbers = indices.tolist()
         files = map(self.read, numbers) if self.through is None else self.through(numbers)
         return torch.stack([self.decode(*one) for one in zip(numbers, files, strict=True)])
 
     def targets_of(self, indices: Tensor) -> Tensor:
-        """Return their classes, for which no file is opened."""
+        """Return their int64 classes, for which no file is opened."""
         return torch.tensor([self.folder.targets[index] for index in indices.tolist()])
 
     def form(self, number: int) -> tuple[Tensor, Tensor]:

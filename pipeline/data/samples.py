@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 
 from ...compression.errors import ConfigError
+from .batches import BatchIndex, BatchReader, Table, unreadable
 from .options import check_count
-from .reading import Place, Reading, Table, unreadable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +100,9 @@ class Samples:
         shuffled = split == "train" if shuffle is None else shuffle
         tables = {split: self.table(split)}
         options: Any = {"seed": seed, "shuffled": (split,) * shuffled, "skips": skips}
-        reading = Reading(tables=tables, batch_size=batch_size, **options)
+        reading = BatchReader(tables=tables, batch_size=batch_size, **options)
         for number in range(first, num_batches):
-            read = reading[Place(split, epoch, number)]
+            read = reading[BatchIndex(split, epoch, number)]
             if read.batch is None:
                 raise unreadable(read.broken, skips=skips)
             yield read.batch
@@ -137,7 +137,7 @@ WORKS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collated:
+class MapTable:
     """One split: a map-style data set, whose samples are put together as its owner says."""
 
     dataset: Any
@@ -154,7 +154,7 @@ class Collated:
         return pair(self.collate([self.dataset[index] for index in numbers]))
 
     @property
-    def at_hand(self) -> bool:
+    def in_memory(self) -> bool:
         """True if the samples are tensors in memory."""
         return isinstance(self.dataset, TensorDataset)
 
@@ -166,7 +166,7 @@ class Collated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Streamed:
+class IterableTable:
     """One split: an iterable data set, which alone knows the order of its samples."""
 
     dataset: Any
@@ -253,7 +253,7 @@ def _is_split(part: object) -> bool:
     )
 
 
-def _table(part: Any, *, target: str, name: str) -> Collated | Streamed:
+def _table(part: Any, *, target: str, name: str) -> MapTable | IterableTable:
     dataset: Any = part.dataset if isinstance(part, DataLoader) else part
     try:
         len(dataset)
@@ -265,7 +265,7 @@ def _table(part: Any, *, target: str, name: str) -> Collated | Streamed:
         ) from None
     put = _collate(part) if isinstance(part, DataLoader) else default_collate
     streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    table = Streamed(dataset=dataset, put=put) if streams else Collated(dataset=dataset, collate=put)
+    table = IterableTable(dataset=dataset, put=put) if streams else MapTable(dataset=dataset, collate=put)
     if not len(table):
         raise ConfigError(f"data._target_={target} returns no samples to {name}; check where it looks")
     return table
@@ -296,14 +296,14 @@ def _unused(part: object, batch_size: int | None) -> str:
     return "; ".join(said)
 
 
-def _described(table: Collated | Streamed, *, skips: bool) -> Description:
+def _described(table: MapTable | IterableTable, *, skips: bool) -> Description:
     """By the first sample that can be read; only if ``skips`` may that be another than the first."""
-    reading = Reading(tables={"train": table}, batch_size=1, seed=0, shuffled=(), skips=skips)
-    read = first = reading[Place("train", 0, 0)]
-    for number in range(1, len(table) if skips and isinstance(table, Collated) else 1):
+    reading = BatchReader(tables={"train": table}, batch_size=1, seed=0, shuffled=(), skips=skips)
+    read = first = reading[BatchIndex("train", 0, 0)]
+    for number in range(1, len(table) if skips and isinstance(table, MapTable) else 1):
         if read.batch is not None:
             break
-        read = reading[Place("train", 0, number)]
+        read = reading[BatchIndex("train", 0, number)]
     if read.batch is None:
         raise unreadable(first.broken, skips=skips)
     inputs, _ = read.batch
@@ -324,8 +324,8 @@ def _num_classes(dataset: Any) -> int:
         for name in LABELS:
             if isinstance(number := getattr(features.get(name), "num_classes", None), int):
                 return number
-    at_hand = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else None
-    for targets in (at_hand, getattr(dataset, "targets", None), getattr(dataset, LABELS[0], None)):
+    in_memory = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else None
+    for targets in (in_memory, getattr(dataset, "targets", None), getattr(dataset, LABELS[0], None)):
         if isinstance(targets, Tensor | Sequence) and len(targets):
             numbers = torch.as_tensor(targets)
             whole = not (numbers.is_floating_point() or numbers.is_complex())

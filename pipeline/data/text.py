@@ -30,21 +30,17 @@ class Windows:
     numbers: Tensor
     length: int
 
-    at_hand = True
+    in_memory = True
 
     def __len__(self) -> int:
         return max(len(self.numbers) - 1, 0) // self.length
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, both int64 (batch, length)."""
-        return self.inputs_of(indices), self.targets_of(indices)
-
     def inputs_of(self, indices: Tensor) -> Tensor:
-        """Return the characters of ``batch``."""
+        """Return characters, int64 (batch, length)."""
         return self.numbers[indices.unsqueeze(1) * self.length + torch.arange(self.length)]
 
     def targets_of(self, indices: Tensor) -> Tensor:
-        """Return those that come next."""
+        """Return those that come next, int64 (batch, length)."""
         return self.numbers[indices.unsqueeze(1) * self.length + torch.arange(1, self.length + 1)]
 
     def form(self, number: int) -> tuple[Tensor, Tensor]:

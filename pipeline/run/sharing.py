@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...conf.schema import TrainConfig
+from ..data.batches import Table
 from ..data.cached import CachedDataset, CacheReader, cache_reader, sample_source
 from ..data.image_folder import Files
-from ..data.loader import at_hand
-from ..data.reading import Table
-from ..data.samples import Collated, Samples, Streamed
+from ..data.loader import in_memory
+from ..data.samples import IterableTable, MapTable, Samples
 from ..pipeline import Pipeline
 
 
@@ -21,7 +21,7 @@ def check(config: TrainConfig, samples: Samples) -> None:
     """Refuse now samples that cannot be cached, where that is asked for.
 
     Raises: ConfigError: they have no numbers, or do not tell how they are read."""
-    if config.cache.mode != "none" and not at_hand(samples.train):
+    if config.cache.mode != "none" and not in_memory(samples.train):
         sample_source(_dataset(samples.train), decoded=config.cache.decoded)
 
 
@@ -36,7 +36,7 @@ def share(
     if options.mode == "none":
         return table, None
     run = pipe.world.all_gather_json(uuid.uuid4().hex, at="the name of its run")[0]
-    if at_hand(table):
+    if in_memory(table):
         tell(f"cache={options.mode}: these samples lie in memory, so none of them goes through the cache")
         return table, None
     dataset = _dataset(table)
@@ -54,8 +54,8 @@ def share(
     if isinstance(table, Files):
         return dataclasses.replace(table, through=through.payloads), through
     asks = CachedDataset(dataset, through)
-    return (dataclasses.replace(table, dataset=asks) if isinstance(table, Collated) else asks), through
+    return (dataclasses.replace(table, dataset=asks) if isinstance(table, MapTable) else asks), through
 
 
 def _dataset(table: Table) -> Any:
-    return table.dataset if isinstance(table, Collated | Streamed) else table
+    return table.dataset if isinstance(table, MapTable | IterableTable) else table

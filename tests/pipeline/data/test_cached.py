@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import penstock
 from penstock import ConfigError
+from penstock.pipeline.data.batches import BatchIndex, BatchReader
 from penstock.pipeline.data.cache.policies import policy
 from penstock.pipeline.data.cached import CachedDataset, CacheReader, cache_reader, sample_source
 from penstock.pipeline.data.loader import Loader, WarmUp
-from penstock.pipeline.data.reading import Place, Reading
 from penstock.pipeline.data.samples import samples_of
 
 EPOCHS = 3
 BATCH = 7
-PLACES = [Place("train", epoch, number) for epoch in range(EPOCHS) for number in range(NUMBER // BATCH)]
+PLACES = [BatchIndex("train", epoch, number) for epoch in range(EPOCHS) for number in range(NUMBER // BATCH)]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, 
         dataset = CachedDataset(dataset, through["train"])
     table = samples_of(dataset, target="my.data", batch_size=None).train
     options: Any = {"through": through, "epochs": EPOCHS, "used": NUMBER // BATCH * BATCH}
-    reads = Reading(tables={"train": table}, batch_size=BATCH, seed=seed, **options)
+    reads = BatchReader(tables={"train": table}, batch_size=BATCH, seed=seed, **options)
     warm_up = WarmUp(batches=NUMBER // BATCH, batch_size=BATCH, workers=workers)
     notes: list[str] = []
     loader = Loader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
