@@ -26,8 +26,9 @@ from .cached import CacheReader, Counts
 from .random_draws import drawing, order_of
 
 # Tables: splits of samples. Its methods say how a table may be read: ``batch`` makes a batch at once;
-# ``inputs_of``, ``targets_of`` and ``form`` let a rank read what it computes with alone; ``in_memory``: reading
-# is not worth a process; ``path`` names the file of a sample, for people; ``stream`` has its own order.
+# ``inputs_of``, ``targets_of`` and ``form`` let a rank read what it computes with alone; ``in_memory``:
+# reading is not worth a process; ``path`` names the file of a sample, for people; ``stream`` has its own
+# order.
 
 
 class SampleTable(Protocol):

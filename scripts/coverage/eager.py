@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from network import Batch, given
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...stages.seeds import layer_seed
-from ...stages.tracing.capture.patches import Patches, kinds_that_are_called, overridden, paused
-from .network import Batch, given
+from penstock.stages.seeds import layer_seed
+from penstock.stages.tracing.capture.patches import Patches, kinds_that_are_called, overridden, paused
 
 
 class Drawing(TorchFunctionMode):

@@ -11,9 +11,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from network import Batch, Network, normal, table
 from torch import nn
-
-from .network import Batch, Network, normal, table
 
 PIXELS = (64, 96, 128, 192, 224, 256)
 

@@ -11,9 +11,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from network import Batch, Network, normal, table, tokens
 from torch import nn
-
-from .network import Batch, Network, normal, table, tokens
 
 INPUTS: dict[str, Callable[[int, int], Batch]] = {
     "text": lambda n, pixels: {"input_ids": tokens(n, n, 12)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +51,6 @@ def tokens(seed: int, *shape: int, most: int = 97) -> torch.Tensor:
 
 def table() -> dict[str, Any]:
     """What ``networks.yaml`` lists."""
-    file = resources.files(__package__ or "") / "networks.yaml"
+    file = Path(__file__).with_name("networks.yaml")
     found: Any = OmegaConf.to_container(OmegaConf.load(str(file)))
     return found

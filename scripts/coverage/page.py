@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..circumstances import circumstances
+from penstock.scripts.circumstances import circumstances
 
 Row = Mapping[str, Any]
 RESULTS = ("same", "different", "refused", "failed", "timeout", "skipped", "traced")
@@ -78,7 +78,7 @@ def _preface(command: str) -> str:
         "parameters; in brackets that of the largest layer, where it is more than 90 %. Seconds are "
         "those of a busy machine, without autocast.\n\n"
         "What is not in the table has not been run.\n\n"
-        f"`python -m penstock.scripts.coverage {command}`; {', '.join(versions)}; Python "
+        f"`python scripts/coverage {command}`; {', '.join(versions)}; Python "
         f"{found['versions']['python']}; {processor}, one thread, float32; {datetime.date.today()}."
     )
 
