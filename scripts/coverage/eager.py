@@ -58,7 +58,7 @@ class Drawing(TorchFunctionMode):
         return result
 
     def run(self, model: nn.Module, batch: Batch) -> Any:
-        """What the model returns."""
+        """Outputs of the model."""
         inputs = given(batch)
         with self.patches.on(), self:
             return model(**inputs) if isinstance(inputs, dict) else model(*inputs)

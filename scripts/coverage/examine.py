@@ -87,7 +87,7 @@ def _timing(row: Row, name: str) -> Iterator[None]:
 def _differences(
     row: Row, model: nn.Module, graph: LayerGraph, plan: Plan, micro_batches: Sequence[Batch], whole: Batch
 ) -> list[str]:
-    """What differs from the plain loop after one step in three stages."""
+    """Differences from the plain loop after one step in three stages."""
     layers, targets = graph.train.layers, torch.linspace(-1, 1, SAMPLES * SAMPLES)
     ordered = [layer.name for layer in layers if layer.name in graph.train_probe.random]
     modules = {str(layer.node.target) for layer in layers if layer.node.op == "call_module"}

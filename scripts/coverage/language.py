@@ -41,11 +41,11 @@ def networks() -> Iterator[Network]:
             batch = functools.partial(
                 _batch, section, name, name in listed["labels"], options.get("image_size", 64)
             )
-            make = functools.partial(_made, kind, options)
+            make = functools.partial(_build, kind, options)
             yield Network(name=name, library="transformers", make=make, batch=batch)
 
 
-def _made(kind: str, options: Mapping[str, Any]) -> nn.Module:
+def _build(kind: str, options: Mapping[str, Any]) -> nn.Module:
     transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()
     model, options = getattr(transformers, kind), dict(options)

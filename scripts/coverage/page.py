@@ -100,7 +100,7 @@ def _cell(row: Row, field: str) -> str:
     return str(value)
 
 
-def _told(why: str) -> str:
+def _reason(why: str) -> str:
     """A message without the folder in which somebody keeps a library."""
     return re.sub(r"/[^\s:]*/(?=(transformers|timm|torchvision|torch|penstock)/)", "", why)[:600]
 
@@ -112,7 +112,7 @@ def _whys(row: Row) -> list[tuple[str, str]]:
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
-    refused = [f"- {row['name']}{when}: {_told(why)}" for row in rows for why, when in _whys(row)]
+    refused = [f"- {row['name']}{when}: {_reason(why)}" for row in rows for why, when in _whys(row)]
     leaves = [
         f"- {row['name']}: " + "; ".join(f"`{name}`: {why}" for name, why in list(row["leaves"].items())[:2])
         for row in rows

@@ -74,7 +74,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _row_of(network: Network, timeout: float, trace_only: bool) -> dict[str, Any]:
-    """What became of a network, and of the same under autocast unless there was no time even without it."""
+    """Row of a network, tried as it is, and under autocast unless there was no time even without it."""
     row: dict[str, Any] = {"name": network.full_name}
     if network.skip:
         return row | {"result": "skipped", "why": network.skip}
