@@ -99,7 +99,7 @@ def _part(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> fx.G
 
 
 def _entering(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> list[fx.Node]:
-    """Values that a stage receives: computed before it and used in it or after it; the first takes the inputs."""
+    """Values from before a stage that it or a later one uses; the first takes the inputs."""
     if stage == 0:
         return [node for node in traced.graph.nodes if node.op == "placeholder"]
     return [
