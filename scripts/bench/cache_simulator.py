@@ -91,7 +91,6 @@ class Outcome:
         computing: Seconds of training.
         stalled: Seconds of waiting for reads.
         reading: Seconds of loading, whether or not anybody waited.
-        digest: Checksum of the bytes of all samples in their order, where there are any.
     """
 
     name: str
@@ -103,7 +102,6 @@ class Outcome:
     computing: float = 0.0
     stalled: float = 0.0
     reading: float = 0.0
-    digest: int = 0
 
     @property
     def seconds(self) -> float:
