@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..compression.errors import ConfigError
-from ..pipeline.data.cache.pages import PAGE_BYTES
-from ..pipeline.data.cache.socket_path import default_socket
+from ..pipeline.data.cache.wire import PAGE_BYTES, default_socket
 from ..stages.files import reason
 from ..stages.units import parse_bytes, show_bytes
 from . import usage

@@ -1,6 +1,6 @@
 """The data sets by name; a user's own is any callable that returns a ``Samples``.
 
-Names are resolved when they are asked for: ``sources.py`` refuses missing files before torch is imported."""
+Names are resolved when they are asked for: ``options.py`` refuses missing files before torch is imported."""
 
 from __future__ import annotations
 

@@ -5,29 +5,185 @@ decoding is drawn anew each time; else, if asked, whole samples, of which none i
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
+import struct
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, Subset
 
 from ...compression.errors import ConfigError
 from .cache.client import Client
-from .cache.socket_path import default_socket
-from .cache.wire import Hello
-from .drawn import order_of
+from .cache.sample_bytes import from_bytes, to_bytes
+from .cache.wire import Hello, default_socket
 from .options import check_count
-from .reads import Reads, reads_of
+from .random_draws import generators, order_of, own_generators
 
 if TYPE_CHECKING:
     from .cache.redis_client import RedisClient
 
-ENDLESS = 1 << 20  # epochs of who does not say how many
+
+_STAMP = struct.Struct("<qq")  # bytes and nanoseconds of a file
+ENDLESS = 1 << 20  # epochs of a job that does not name a number
 LONGEST_NAME = 200
+
+
+class FileSamples:
+    """Samples that are decoded from the bytes of files, or of anything else that ``read(index)`` returns.
+
+    Args:
+        path: Function that returns the file of a sample; None: there are no files.
+        reader: Name of the code that reads the files: another may make other bytes of them.
+
+    Attributes:
+        data: Name of the bytes, for jobs that may share them; "" where it cannot be determined.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        read: Callable[[int], bytes],
+        decode: Callable[[int, bytes], Any],
+        path: Callable[[int], str] | None,
+        reader: str,
+    ) -> None:
+        self.read, self.decode, self.path, self.reader, self.data = read, decode, path, reader, ""
+        if path is not None:
+            names = hashlib.blake2b(reader.encode(errors="surrogateescape"), digest_size=16)
+            for index in range(num_samples):
+                names.update(f"{os.path.abspath(path(index))}\0".encode(errors="surrogateescape"))
+            self.data = f"files {names.hexdigest()}"
+
+    def load(self, index: int) -> tuple[bytes | None, Any]:
+        """Return the bytes of a file; they are decoded by whoever asks."""
+        return self.read(index), None
+
+    def stamp(self, index: int) -> bytes:
+        """Return size and time of the file, which change where the sample does; nothing where it has none."""
+        if self.path is None:
+            return b""
+        try:
+            found = os.stat(self.path(index))
+        except OSError:
+            return b""
+        return _STAMP.pack(found.st_size, found.st_mtime_ns)
+
+
+class WholeSamples:
+    """Samples of a data set that has nothing else, kept as they are."""
+
+    data = ""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def load(self, index: int) -> tuple[bytes | None, Any]:
+        """Return a sample; its bytes only if nothing was drawn and they are sure to come back the same."""
+        own = own_generators(self._dataset)
+        before = generators(own)
+        sample = self._dataset[index]
+        drawn = before != generators(own)
+        return None if drawn else to_bytes(sample), sample
+
+    def decode(self, index: int, data: bytes) -> Any:
+        """Return the sample of these bytes."""
+        return from_bytes(data)
+
+    def stamp(self, index: int) -> bytes:
+        """Return nothing: a change cannot be seen."""
+        return b""
+
+
+Source = FileSamples | WholeSamples
+
+
+def sample_source(dataset: Any, *, decoded: bool) -> Source:
+    """Return how the samples of a data set become bytes, and bytes become exactly the same samples.
+
+    Args:    decoded: keep whole samples where it does not tell how it reads and decodes them.
+    Raises:  ConfigError: it does not, and that was not asked for."""
+    if (functions := _file_functions(dataset)) is not None:
+        return FileSamples(len(dataset), **functions)
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):  # torch gives an iterable one a __getitem__ that raises
+        raise ConfigError(
+            f"the sample cache is for samples with a number, found a {type(dataset).__name__}, which has an "
+            "order of its own only; leave cache= out"
+        )
+    if not decoded:
+        raise ConfigError(
+            f"a {type(dataset).__name__} has no read(index) -> bytes and decode(index, bytes), so only whole "
+            "samples could be kept; if a number always gives the same sample, say so by cache.decoded=true "
+            "(penstock.cached(..., decoded=True))"
+        )
+    return WholeSamples(dataset)
+
+
+def _file_functions(dataset: Any) -> dict[str, Any] | None:
+    """Arguments of ``FileSamples`` for a data set; None: it does not tell how it reads and decodes."""
+    kinds = type(dataset).__mro__
+    # The data set itself. Not where something overrides the two: a __getitem__ further down than both, or a
+    # wrapper that only passes on attributes that it lacks.
+    read, decode, item = (
+        next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+        for name in ("read", "decode", "__getitem__")
+    )
+    if max(read, decode) < len(kinds) and min(read, decode) <= item:
+        code = getattr(type(dataset).read, "__code__", None)
+        file = code.co_filename if code else type(dataset).read.__module__
+        functions = {"read": dataset.read, "decode": dataset.decode, "path": getattr(dataset, "path", None)}
+        return functions | {"reader": f"{file}:{type(dataset).read.__qualname__}\0"}
+    # A part of one.
+    if type(dataset) is Subset:
+        whole = _file_functions(dataset.dataset)
+        return whole and {
+            name: partial(_at, one, dataset.indices) if callable(one) else one for name, one in whole.items()
+        }
+    # A folder of torchvision, with its own loader and transforms.
+    folder = next((one for one in kinds if one.__module__ == "torchvision.datasets.folder"), None)
+    if folder is not None and hasattr(dataset, "loader"):
+        plain = type(dataset).__getitem__ is folder.__getitem__
+        if plain and getattr(dataset.loader, "__module__", "") == folder.__module__ and _by_pillow():
+            functions = {"read": partial(_read_image, dataset), "decode": partial(_decode_image, dataset)}
+            return functions | {"path": partial(_image_path, dataset), "reader": _read_image.__qualname__}
+    return None
+
+
+def _at(function: Callable[..., Any], indices: Sequence[int], index: int, *data: bytes) -> Any:
+    return function(indices[index], *data)
+
+
+def _image_path(folder: Any, index: int) -> str:
+    return folder.samples[index][0]
+
+
+def _read_image(folder: Any, index: int) -> bytes:
+    return Path(_image_path(folder, index)).read_bytes()
+
+
+def _decode_image(folder: Any, index: int, data: bytes) -> tuple[Any, Any]:
+    """Image and class, transformed."""
+    from PIL import Image
+
+    sample, target = Image.open(io.BytesIO(data)).convert("RGB"), folder.samples[index][1]
+    if folder.transform is not None:
+        sample = folder.transform(sample)
+    return sample, target if folder.target_transform is None else folder.target_transform(target)
+
+
+def _by_pillow() -> bool:
+    from torchvision import get_image_backend
+
+    return get_image_backend() == "PIL"
 
 
 class Counts(NamedTuple):
@@ -57,8 +213,10 @@ class CacheReader:
         counts: What was read so far, in this process.
     """
 
-    def __init__(self, reads: Reads, cache: Callable[[Callable[[str], None]], Client | RedisClient]) -> None:
-        self.reads, self.counts = reads, Counts()
+    def __init__(
+        self, source: Source, cache: Callable[[Callable[[str], None]], Client | RedisClient]
+    ) -> None:
+        self.source, self.counts = source, Counts()
         self._notes: list[str] = []
         self.cache = cache(self._note)
         self.epoch: int | None = None
@@ -81,7 +239,7 @@ class CacheReader:
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """Return samples."""
         return [
-            sample if data is None or sample is not None else self.reads.decode(index, data)
+            sample if data is None or sample is not None else self.source.decode(index, data)
             for index, (data, sample) in zip(indices, self._read(indices), strict=True)
         ]
 
@@ -95,7 +253,7 @@ class CacheReader:
         hits = hit_bytes = 0
         seconds = 0.0
         for index, hit in zip(indices, self.cache.use(indices, epoch=self.epoch), strict=True):
-            stamp = self.reads.stamp(index)
+            stamp = self.source.stamp(index)
             if hit is not None and hit.stamp == stamp:
                 rows.append((hit.payload, None))
                 hits, hit_bytes = hits + 1, hit_bytes + len(hit.payload)
@@ -103,10 +261,10 @@ class CacheReader:
             if hit is not None:
                 self.cache.drop(index, hit.stamp)
             began = time.perf_counter()
-            data, sample = self.reads.load(index)
+            data, sample = self.source.load(index)
             seconds += time.perf_counter() - began
             rows.append((data, sample))
-            if data is not None and self.reads.stamp(index) == stamp:
+            if data is not None and self.source.stamp(index) == stamp:
                 offers.append((index, data, stamp))
         if offers:
             self.cache.store(*map(list, zip(*offers, strict=True)), epoch=self.epoch)
@@ -132,7 +290,7 @@ class CachedDataset(Dataset[Any]):
 
 
 def cache_reader(
-    reads: Reads,
+    source: Source,
     *,
     job: str,
     num_samples: int,
@@ -153,15 +311,15 @@ def cache_reader(
         backend: ``redis://HOST:PORT/DB``, in the place of a broker of this machine.
     """
     run = run or uuid.uuid4().hex
-    data = data or reads.data or f"{job} {run}"
+    data = data or source.data or f"{job} {run}"
     if backend is not None:
         from .cache.redis_client import RedisClient
 
-        return CacheReader(reads, lambda tell: RedisClient(backend, data=data, tell=tell))
+        return CacheReader(source, lambda tell: RedisClient(backend, data=data, tell=tell))
     path = Path(socket) if socket else default_socket(os.environ.get("XDG_RUNTIME_DIR"))
     counts = {"num_samples": num_samples, "batch_size": batch_size, "epochs": epochs or ENDLESS}
     hello = Hello(job=job, run=run, data=data, **counts)
-    return CacheReader(reads, lambda tell: Client(path, hello, tell=tell))
+    return CacheReader(source, lambda tell: Client(path, hello, tell=tell))
 
 
 class EpochSampler(Sampler[int]):
@@ -249,7 +407,7 @@ def cached(
     Raises:
         ConfigError: The data set cannot be cached.
     """
-    reads = reads_of(dataset, decoded=decoded)
+    source = sample_source(dataset, decoded=decoded)
     check_count(batch_size=batch_size, epochs=1 if epochs is None else epochs)
     if not 0 < len(job) <= LONGEST_NAME or not job.isprintable():
         raise ConfigError(f"a job has a name of 1 to {LONGEST_NAME} printable characters, found {job[:40]!r}")
@@ -257,5 +415,5 @@ def cached(
         raise ConfigError("a data set without samples has nothing to cache")
     where: Any = {"data": data, "socket": socket, "backend": backend}
     counts: Any = {"num_samples": len(dataset), "batch_size": batch_size, "epochs": epochs}
-    reader = cache_reader(reads, job=job, **counts, **where)
+    reader = cache_reader(source, job=job, **counts, **where)
     return Cached(dataset, reader, shuffle=shuffle, seed=seed, epochs=epochs)

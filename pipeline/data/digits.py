@@ -39,7 +39,7 @@ class Images:
     mean: float
     deviation: float
 
-    at_hand = True
+    in_memory = True
 
     def __post_init__(self) -> None:
         check_image(size=self.size, channels=self.channels)
@@ -50,16 +50,12 @@ class Images:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.resized(self.pixels[index, None])[0], self.targets[index]
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float32 images (batch, channels, size, size) and their int64 targets."""
-        return self.inputs_of(indices), self.targets_of(indices)
-
     def inputs_of(self, indices: Tensor) -> Tensor:
-        """Return the images of ``batch``."""
+        """Return float32 images (batch, channels, size, size)."""
         return self.resized(self.pixels[indices])
 
     def targets_of(self, indices: Tensor) -> Tensor:
-        """Return the targets of ``batch``."""
+        """Return int64 targets."""
         return self.targets[indices]
 
     def form(self, number: int) -> tuple[Tensor, Tensor]:

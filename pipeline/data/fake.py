@@ -30,7 +30,7 @@ class Noise:
     shape: tuple[int, int, int]
     seed: int
 
-    at_hand = True  # for measuring what else a step takes
+    in_memory = True  # for measuring what else a step takes
 
     def __len__(self) -> int:
         return self.num_samples

@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
-from . import sources
 from .digits import Images
+from .options import DEBIAN_ROOT, find_fashion_mnist, plain_or_gzipped
 from .samples import Description, Samples
 
 
-def load(*, root: str = sources.DEBIAN_ROOT, size: int = 32, channels: int = 3) -> Samples:
+def load(*, root: str = DEBIAN_ROOT, size: int = 32, channels: int = 3) -> Samples:
     """Return Fashion-MNIST (60,000 and 10,000 images of 28x28) from ``root``.
 
     Args:   root: holds ``FashionMNIST/raw`` as torchvision lays it out, or the four idx files themselves.
     Raises: ConfigError: a file is missing or damaged.
     """
-    folder = sources.fashion_mnist(root)
+    folder = find_fashion_mnist(root)
 
     def split(stem: str) -> Images:
-        pixels = read_idx(sources.plain_or_gzipped(folder, f"{stem}-images-idx3-ubyte"), num_dims=3)
-        targets = read_idx(sources.plain_or_gzipped(folder, f"{stem}-labels-idx1-ubyte"), num_dims=1)
+        pixels = read_idx(plain_or_gzipped(folder, f"{stem}-images-idx3-ubyte"), num_dims=3)
+        targets = read_idx(plain_or_gzipped(folder, f"{stem}-labels-idx1-ubyte"), num_dims=1)
         if len(pixels) != len(targets) or int(targets.max()) > 9:
             raise ConfigError(f"{folder} holds {stem} images and labels that do not belong together")
         return Images(

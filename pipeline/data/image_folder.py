@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...compression.errors import ConfigError
 from ...stages.meta_watch import META
-from . import sources
-from .options import check_image, check_known
+from .options import check_image, check_known, find_image_folder, no_images
 from .samples import Description, Samples
 
 if TYPE_CHECKING:
@@ -43,18 +42,14 @@ class Files:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.decode(index, self.read(index)), torch.tensor(self.folder.targets[index])
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float32 images (batch, channels, size, size) and their int64 classes."""
-        return self.inputs_of(indices), self.targets_of(indices)
-
     def inputs_of(self, indices: Tensor) -> Tensor:
-        """Return the images of ``batch``."""
+        """Return float32 images (batch, channels, size, size)."""
         numbers = indices.tolist()
         files = map(self.read, numbers) if self.through is None else self.through(numbers)
         return torch.stack([self.decode(*one) for one in zip(numbers, files, strict=True)])
 
     def targets_of(self, indices: Tensor) -> Tensor:
-        """Return their classes, for which no file is opened."""
+        """Return their int64 classes, for which no file is opened."""
         return torch.tensor([self.folder.targets[index] for index in indices.tolist()])
 
     def form(self, number: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +99,7 @@ def load(*, root: str, size: int = 64, channels: int = 3) -> Samples:
     """
     check_image(size=size)
     check_known("data.channels", channels, (1, 3))
-    train, test = (_listed(folder, root=root) for folder in sources.image_folder(root))
+    train, test = (_listed(folder, root=root) for folder in find_image_folder(root))
     if train.classes != test.classes:
         odd = sorted({*train.classes} ^ {*test.classes})
         raise ConfigError(
@@ -128,4 +123,4 @@ def _listed(folder: Path, *, root: str) -> ImageFolder:
     try:
         return ImageFolder(str(folder))
     except OSError as error:  # torchvision's for no folder, no class, a class without images
-        raise sources.no_images(root, folder, str(error).splitlines()[0]) from error
+        raise no_images(root, folder, str(error).splitlines()[0]) from error

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from ...compression.errors import TransportError
+from .batches import BatchIndex, BatchReader, LoadedBatch, StreamTable, Table, unreadable
 from .cache.policy import Times
 from .cached import Counts
-from .reading import Place, Read, Reading, StreamTable, Table, unreadable
 
 AHEAD = 2  # batches that each process loads ahead
 MOST_WORKERS = 4  # processes that ``auto`` starts
@@ -39,13 +39,13 @@ def workers_of(asked: int | str, tables: Iterable[Table], *, cores: int) -> int:
     A stream has one, since its order is known only there."""
     tables = list(tables)
     if asked == "auto":
-        asked = 0 if all(at_hand(table) for table in tables) else max(1, min(MOST_WORKERS, cores))
+        asked = 0 if all(in_memory(table) for table in tables) else max(1, min(MOST_WORKERS, cores))
     return min(1, int(asked)) if any(isinstance(table, StreamTable) for table in tables) else int(asked)
 
 
-def at_hand(table: Table) -> bool:
+def in_memory(table: Table) -> bool:
     """True if reading is not worth a process."""
-    return bool(getattr(table, "at_hand", False))
+    return bool(getattr(table, "in_memory", False))
 
 
 class WarmUp:
@@ -63,7 +63,7 @@ class WarmUp:
         self._reading = self._loading = self._waited = 0.0
         self._loads = self._seen = 0
 
-    def add(self, read: Read, waited: float) -> None:
+    def add(self, read: LoadedBatch, waited: float) -> None:
         """Add a batch, which was waited for so many seconds."""
         if self._began is None:
             self._began = time.perf_counter() - waited
@@ -102,8 +102,8 @@ class Loader:
 
     def __init__(
         self,
-        reading: Reading,
-        places: Iterable[Place],
+        reading: BatchReader,
+        places: Iterable[BatchIndex],
         *,
         workers: int = 0,
         pinned: bool = False,
@@ -140,13 +140,13 @@ class Loader:
                 generator=torch.Generator(),  # else a seed for the processes is drawn from everybody's
                 **ahead,
             )
-            self._batches: Iterator[Read] = iter(loads)
+            self._batches: Iterator[LoadedBatch] = iter(loads)
         _ask_for_deaths(self._batches)
         self._stopped, self._closed = "", threading.Event()
         if workers:
             threading.Thread(target=self._watch, args=(deadline / 4,), daemon=True).start()
 
-    def take(self, place: Place) -> tuple[Any, Any]:
+    def take(self, place: BatchIndex) -> tuple[Any, Any]:
         """Return the next batch, which is that of ``place``.
 
         Raises: ConfigError: a sample of it cannot be read, and none is to be left out.
@@ -186,7 +186,7 @@ class Loader:
         times = {} if self.times is None else {"times": dataclasses.asdict(self.times)}
         return told | {"cache": self.counts._asdict() | times}
 
-    def _measure(self, warm_up: WarmUp, place: Place, read: Read, waited: float) -> None:
+    def _measure(self, warm_up: WarmUp, place: BatchIndex, read: LoadedBatch, waited: float) -> None:
         """Add to the first epoch of this run; with the first batch behind it, report to the caches."""
         if place.split == "train" and self._epoch in (None, place.epoch):
             self._epoch = place.epoch
@@ -249,5 +249,5 @@ def _ask_for_deaths(batches: Any) -> None:
             batches._worker_pids_set = False
 
 
-def _as_it_is(read: Read) -> Read:
+def _as_it_is(read: LoadedBatch) -> LoadedBatch:
     return read

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from ...compression.errors import ConfigError
+from .batches import BatchIndex, BatchReader, Table, unreadable
 from .options import check_count
-from .reading import Place, Reading, Table, unreadable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +100,9 @@ class Samples:
         shuffled = split == "train" if shuffle is None else shuffle
         tables = {split: self.table(split)}
         options: Any = {"seed": seed, "shuffled": (split,) * shuffled, "skips": skips}
-        reading = Reading(tables=tables, batch_size=batch_size, **options)
+        reading = BatchReader(tables=tables, batch_size=batch_size, **options)
         for number in range(first, num_batches):
-            read = reading[Place(split, epoch, number)]
+            read = reading[BatchIndex(split, epoch, number)]
             if read.batch is None:
                 raise unreadable(read.broken, skips=skips)
             yield read.batch
@@ -106,3 +117,225 @@ class Samples:
         if table is None:
             raise ConfigError("there are no samples to test on; return (train, test) from data._target_")
         return table
+
+
+LABELS = ("labels", "label")
+"""The targets of a sample that is a dict; Hugging Face's data sets call one so, and its models many."""
+
+TESTS = ("validation", "val", "test")
+"""The splits of a mapping that are tested on, the first there is: the last is often kept without targets."""
+
+WORKS = (
+    "return torch.utils.data.TensorDataset(inputs, targets)",
+    "return train_dataset, test_dataset",
+    "return torch.utils.data.DataLoader(dataset, collate_fn=mine)",
+    "return train_loader, test_loader",
+    'return {"train": train_dataset, "test": test_dataset}',
+    "return penstock.pipeline.data.Samples(train=.., test=.., describe=..)",
+)
+"""What a function of one's own may end with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapTable:
+    """One split: a map-style data set, whose samples are put together as its owner says."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, indices: Tensor) -> tuple[Any, Any]:
+        """Return inputs and targets of the samples with these numbers."""
+        numbers = indices.tolist()
+        if several := getattr(self.dataset, "__getitems__", None):  # as torch's own loader asks
+            return pair(self.collate(several(numbers)))
+        return pair(self.collate([self.dataset[index] for index in numbers]))
+
+    @property
+    def in_memory(self) -> bool:
+        """True if the samples are tensors in memory."""
+        return isinstance(self.dataset, TensorDataset)
+
+    def path(self, index: int) -> str:
+        """Return the file of a sample, where its data set tells it as torchvision's do; else nothing."""
+        listed = getattr(self.dataset, "samples", None)
+        known = isinstance(listed, Sequence) and index < len(listed) and isinstance(listed[index], tuple)
+        return str(listed[index][0]) if known and listed else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterableTable:
+    """One split: an iterable data set, which alone knows the order of its samples."""
+
+    dataset: Any
+    put: Callable[[list[Any]], Any]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def stream(self, epoch: int) -> Iterator[Any]:
+        """Begin an epoch anew, by ``set_epoch`` where the data set has that."""
+        if set_epoch := getattr(self.dataset, "set_epoch", None):
+            set_epoch(epoch)
+        return iter(self.dataset)
+
+    def collate(self, samples: list[Any]) -> tuple[Any, Any]:
+        """Return inputs and targets of a batch of samples."""
+        return pair(self.put(samples))
+
+
+def samples_of(made: object, *, target: str, batch_size: int | None, skips: bool = False) -> Samples:
+    """Return what ``target`` returned as ``Samples``.
+
+    Args:   batch_size: of the run, which a loader's yields to; skips: what cannot be read is left out.
+    Raises: ConfigError: it is nothing that can be trained on.
+    """
+    if isinstance(made, Samples):
+        return made
+    parts, passed_by = _parts(made)
+    if not all(map(_is_split, parts)):
+        raise ConfigError(
+            f"data._target_={target} returns {_shown(made)}; what works is one of: {'; '.join(WORKS)}"
+        )
+    names = ["train", "test"][: len(parts)]
+    tables = [_table(part, target=target, name=name) for name, part in zip(names, parts, strict=True)]
+    notes = [note for part in parts[:1] if (note := _unused(part, batch_size))]
+    if passed_by:
+        notes.append(f"data._target_={target} also returns {', '.join(passed_by)}, which nothing reads")
+    if len(parts) == 1:
+        notes.append(
+            f"data._target_={target} returns nothing to test on, so no accuracy is told; return (train, test)"
+        )
+    return Samples(
+        train=tables[0],
+        test=tables[1] if len(tables) > 1 else None,
+        describe=_described(tables[0], skips=skips),
+        notes=tuple(notes),
+    )
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """Inputs and targets of a batch: of a pair, or of a mapping with the targets as "labels" or "label".
+
+    Raises: ConfigError: it is neither.
+    """
+    if isinstance(batch, Mapping) and (found := next((name for name in LABELS if name in batch), None)):
+        return {name: value for name, value in batch.items() if name != found}, batch[found]
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, targets = batch
+        return tuple(inputs) if isinstance(inputs, list) else inputs, targets
+    found = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else _shown(batch)
+    raise ConfigError(
+        "a sample is (input, target), ((input, input), target), or a dict of tensors with "
+        f'"{LABELS[0]}", found '
+        f"{found}; return such ones, or give a DataLoader a collate_fn that does"
+    )
+
+
+def _parts(made: object) -> tuple[list[Any], list[str]]:
+    """Return the parts of ``made`` that may be splits, and the names of the rest."""
+    if isinstance(made, Mapping) and "train" in made:
+        tested = [name for name in TESTS if name in made][:1]
+        return [made[name] for name in ("train", *tested)], [
+            str(name) for name in made if name not in ("train", *tested)
+        ]
+    return list(made) if isinstance(made, tuple | list) and len(made) == 2 else [made], []
+
+
+def _is_split(part: object) -> bool:
+    return isinstance(part, DataLoader | Dataset) or (
+        not isinstance(part, type | str | bytes | tuple | list | Mapping | Tensor)
+        and hasattr(part, "__len__")
+        and hasattr(part, "__getitem__")
+        and not hasattr(part, "dtype")  # an array is no data set
+    )
+
+
+def _table(part: Any, *, target: str, name: str) -> MapTable | IterableTable:
+    dataset: Any = part.dataset if isinstance(part, DataLoader) else part
+    try:
+        len(dataset)
+    except (TypeError, NotImplementedError):
+        raise ConfigError(
+            f"data._target_={target} returns {_shown(dataset)} to {name}, which does not tell how many "
+            "samples an epoch has, and a run must know its steps; give its class __len__, or return a "
+            "map-style Dataset, with __len__ and __getitem__"
+        ) from None
+    put = _collate(part) if isinstance(part, DataLoader) else default_collate
+    streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    table = IterableTable(dataset=dataset, put=put) if streams else MapTable(dataset=dataset, collate=put)
+    if not len(table):
+        raise ConfigError(f"data._target_={target} returns no samples to {name}; check where it looks")
+    return table
+
+
+def _collate(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
+    """Its ``collate_fn``; one that does not batch has a function for single samples there."""
+    return (
+        default_collate if loader.batch_size is None and loader.batch_sampler is None else loader.collate_fn
+    )
+
+
+def _unused(part: object, batch_size: int | None) -> str:
+    """Describe the unused settings of a loader in a sentence, or ""."""
+    if not isinstance(part, DataLoader):
+        return ""
+    said = []
+    if batch_size is not None and part.batch_size != batch_size:
+        said.append(
+            f"the DataLoader's batch_size={part.batch_size} gives way to batch_size={batch_size}, an option "
+            "of the run"
+        )
+    if type(part.sampler) not in (SequentialSampler, RandomSampler):
+        said.append(
+            f"the DataLoader's {type(part.sampler).__name__} is not asked: the order of samples comes from "
+            "the seed and the epoch, so that it is the same on every rank"
+        )
+    return "; ".join(said)
+
+
+def _described(table: MapTable | IterableTable, *, skips: bool) -> Description:
+    """By the first sample that can be read; only if ``skips`` may that be another than the first."""
+    reading = BatchReader(tables={"train": table}, batch_size=1, seed=0, shuffled=(), skips=skips)
+    read = first = reading[BatchIndex("train", 0, 0)]
+    for number in range(1, len(table) if skips and isinstance(table, MapTable) else 1):
+        if read.batch is not None:
+            break
+        read = reading[BatchIndex("train", 0, number)]
+    if read.batch is None:
+        raise unreadable(first.broken, skips=skips)
+    inputs, _ = read.batch
+    first = inputs[0] if isinstance(inputs, tuple) else inputs
+    if isinstance(first, Mapping):
+        first = next(iter(first.values()), None)
+    shape = tuple(first.shape[1:]) if isinstance(first, Tensor) else ()
+    return Description(num_classes=_num_classes(table.dataset), input_shape=shape)
+
+
+def _num_classes(dataset: Any) -> int:
+    """From ``classes``, or from targets in memory; 0: unknown."""
+    if isinstance(dataset, Subset):
+        return _num_classes(dataset.dataset)
+    if isinstance(classes := getattr(dataset, "classes", None), Sequence):
+        return len(classes)
+    if isinstance(features := getattr(dataset, "features", None), Mapping):  # of Hugging Face's
+        for name in LABELS:
+            if isinstance(number := getattr(features.get(name), "num_classes", None), int):
+                return number
+    in_memory = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else None
+    for targets in (in_memory, getattr(dataset, "targets", None), getattr(dataset, LABELS[0], None)):
+        if isinstance(targets, Tensor | Sequence) and len(targets):
+            numbers = torch.as_tensor(targets)
+            whole = not (numbers.is_floating_point() or numbers.is_complex())
+            return int(numbers.max()) + 1 if whole else 0
+    return 0
+
+
+def _shown(made: object) -> str:
+    if isinstance(made, tuple | list):
+        few = ", ".join(type(part).__name__ for part in made[:4])
+        return f"a {type(made).__name__} of {len(made)} ({few}{', ..' if len(made) > 4 else ''})"
+    kind = type(made).__name__
+    return "None" if made is None else f"{'an' if kind[0] in 'AEIO' else 'a'} {kind}"

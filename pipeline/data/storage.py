@@ -66,14 +66,6 @@ def check_shared(options: Mapping[str, Any], *, rank: int, gather: Gather) -> No
         )
 
 
-def listing(where: Path) -> str:
-    """Return a digest of the names and sizes of all files there."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file, name in _files(where):
-        digest.update(f"{name}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
 def local_copy(options: Mapping[str, Any], local: str) -> dict[str, Any]:
     """Return the options of a data set whose files were copied below ``local``, once for all who ask.
 
@@ -87,9 +79,11 @@ def local_copy(options: Mapping[str, Any], local: str) -> dict[str, Any]:
         )
     name, where = found
     try:
-        copy = Path(local) / f"{where.name}-{_stamp(where)}"
+        source = hashlib.blake2b(os.fsencode(where.resolve()), digest_size=4).hexdigest()
+        copy = Path(local) / f"{where.name}-{source}-{listing(where, times=True)}"
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(copy.parent / ".penstock_lock"):
+        with (copy.parent / ".penstock_lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not copy.exists():
                 _copy(where, copy)
     except (OSError, shutil.Error) as error:
@@ -98,11 +92,13 @@ def local_copy(options: Mapping[str, Any], local: str) -> dict[str, Any]:
     return dict(options) | {name: str(copy)}
 
 
-def _stamp(where: Path) -> str:
-    digest = hashlib.blake2b(f"{where.resolve()}\0".encode(errors="surrogateescape"), digest_size=8)
+def listing(where: Path, *, times: bool = False) -> str:
+    """Return a digest of the names and sizes of all files there, of their times as well if asked."""
+    digest = hashlib.blake2b(digest_size=16)
     for file, name in _files(where):
         found = file.stat()
-        digest.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode(errors="surrogateescape"))
+        time = f"{found.st_mtime_ns}\0" if times else ""
+        digest.update(f"{name}\0{found.st_size}\0{time}".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
@@ -126,10 +122,3 @@ def _files(where: Path) -> Iterator[tuple[Path, str]]:
             if not name.startswith(_TOKEN):
                 file = Path(folder) / name
                 yield file, str(file.relative_to(where))
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

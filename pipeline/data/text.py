@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...compression.errors import ConfigError
 from ...stages.meta_watch import META
-from . import sources
-from .options import check_count
+from .options import check_count, find_text
 from .samples import Description, Samples
 
 
@@ -31,21 +30,17 @@ class Windows:
     numbers: Tensor
     length: int
 
-    at_hand = True
+    in_memory = True
 
     def __len__(self) -> int:
         return max(len(self.numbers) - 1, 0) // self.length
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, both int64 (batch, length)."""
-        return self.inputs_of(indices), self.targets_of(indices)
-
     def inputs_of(self, indices: Tensor) -> Tensor:
-        """Return the characters of ``batch``."""
+        """Return characters, int64 (batch, length)."""
         return self.numbers[indices.unsqueeze(1) * self.length + torch.arange(self.length)]
 
     def targets_of(self, indices: Tensor) -> Tensor:
-        """Return those that come next."""
+        """Return those that come next, int64 (batch, length)."""
         return self.numbers[indices.unsqueeze(1) * self.length + torch.arange(1, self.length + 1)]
 
     def form(self, number: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +56,7 @@ def load(*, path: str | None = None, length: int = 64) -> Samples:
     Raises: ConfigError: the file is missing, not UTF-8, or too short for one sample in each split.
     """
     check_count(data__length=length)
-    file = sources.text(path)
+    file = find_text(path)
     text = _read(file)
     characters, numbers = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype="<u4"), return_inverse=True)
     border = len(text) * 9 // 10

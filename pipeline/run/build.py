@@ -25,8 +25,7 @@ from ...stages.autocast import grad_scaler
 from ...stages.device import CPU
 from ...stages.memory.byte_budget import MemoryOptions
 from ...stages.meta_watch import META
-from ..data.given import samples_of
-from ..data.samples import Description, Samples
+from ..data.samples import Description, Samples, samples_of
 from ..data.storage import local_copy
 from ..optimizer.scale import Scaler
 

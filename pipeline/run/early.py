@@ -21,7 +21,7 @@ from ...stages.plan.plan import Plan, check_tiers
 from ...stages.plan.plan_stage import split_shares
 from ...stages.plan.validation import check_mirror, check_replicas, check_replicated, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
-from ..data import sources
+from ..data.options import check_files
 from ..distributed.launcher import Launched, check_ranks
 from ..schedules import schedule_named
 from ..schedules.building_blocks import layout, placed, placement, stages_on
@@ -91,7 +91,7 @@ def check_group(group: str, options: Mapping[str, Any], *, name: str | None = No
             f"'{target.partition('.')[0]}'); check the name and the folder"
         )
     if group == "data":
-        sources.check(options)
+        check_files(options)
 
 
 def program(path: str | None) -> tuple[str, ...]:

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...conf.schema import TrainConfig
-from ..data.cached import CachedDataset, CacheReader, cache_reader
-from ..data.given import Collated, Streamed
+from ..data.batches import Table
+from ..data.cached import CachedDataset, CacheReader, cache_reader, sample_source
 from ..data.image_folder import Files
-from ..data.loader import at_hand
-from ..data.reading import Table
-from ..data.reads import reads_of
-from ..data.samples import Samples
+from ..data.loader import in_memory
+from ..data.samples import IterableTable, MapTable, Samples
 from ..pipeline import Pipeline
 
 
@@ -23,8 +21,8 @@ def check(config: TrainConfig, samples: Samples) -> None:
     """Refuse now samples that cannot be cached, where that is asked for.
 
     Raises: ConfigError: they have no numbers, or do not tell how they are read."""
-    if config.cache.mode != "none" and not at_hand(samples.train):
-        reads_of(_dataset(samples.train), decoded=config.cache.decoded)
+    if config.cache.mode != "none" and not in_memory(samples.train):
+        sample_source(_dataset(samples.train), decoded=config.cache.decoded)
 
 
 def share(
@@ -38,12 +36,12 @@ def share(
     if options.mode == "none":
         return table, None
     run = pipe.world.all_gather_json(uuid.uuid4().hex, at="the name of its run")[0]
-    if at_hand(table):
+    if in_memory(table):
         tell(f"cache={options.mode}: these samples lie in memory, so none of them goes through the cache")
         return table, None
     dataset = _dataset(table)
     through = cache_reader(
-        reads_of(dataset, decoded=options.decoded),
+        sample_source(dataset, decoded=options.decoded),
         job=options.job or folder.name,
         run=run,
         data=options.data,
@@ -56,8 +54,8 @@ def share(
     if isinstance(table, Files):
         return dataclasses.replace(table, through=through.payloads), through
     asks = CachedDataset(dataset, through)
-    return (dataclasses.replace(table, dataset=asks) if isinstance(table, Collated) else asks), through
+    return (dataclasses.replace(table, dataset=asks) if isinstance(table, MapTable) else asks), through
 
 
 def _dataset(table: Table) -> Any:
-    return table.dataset if isinstance(table, Collated | Streamed) else table
+    return table.dataset if isinstance(table, MapTable | IterableTable) else table

@@ -18,8 +18,8 @@ from ...conf.schema import TrainConfig
 from ...stages.files import save_json
 from ...stages.plan.plan import Plan
 from ...stages.tracing.layers import casting
+from ..data.batches import BatchIndex, BatchReader, Needs, PartTable
 from ..data.loader import Loader, WarmUp, workers_of
-from ..data.reading import Needs, PartTable, Place, Reading
 from ..data.samples import Samples
 from ..data.storage import check_shared
 from ..distributed.launcher import cores, local_ranks
@@ -94,9 +94,9 @@ class Course:
     tests: int
     done: int = 0
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[BatchIndex]:
         for epoch, numbers in self.by_epoch():
-            yield from (Place("train", epoch, number) for number in numbers)
+            yield from (BatchIndex("train", epoch, number) for number in numbers)
             yield from self.test()
 
     def by_epoch(self) -> Iterator[tuple[int, range]]:
@@ -109,9 +109,9 @@ class Course:
             if left <= 0:
                 break
 
-    def test(self) -> list[Place]:
+    def test(self) -> list[BatchIndex]:
         """The batches of a test."""
-        return [Place("test", 0, number) for number in range(self.tests)]
+        return [BatchIndex("test", 0, number) for number in range(self.tests)]
 
 
 def course(config: TrainConfig, samples: Samples, *, done: int) -> Course:
@@ -155,7 +155,7 @@ def loader(
     asked = 0 if threads and asked == AUTO else asked
     workers = workers_of(asked, read.values(), cores=spare) if read else 0
     brings = {"train": through} if through is not None and "train" in read else {}
-    reading = Reading(
+    reading = BatchReader(
         tables=tables,
         batch_size=config.batch_size,
         seed=config.seed,
@@ -208,7 +208,7 @@ def run_epochs(
     test: dict[str, float] = {}
     for epoch, numbers in ahead.by_epoch():
         for number in numbers:
-            report = pipe.step(*loader.take(Place("train", epoch, number)))
+            report = pipe.step(*loader.take(BatchIndex("train", epoch, number)))
             for one in see:
                 one(report)
         test = evaluate(pipe, plan, config, map(loader.take, ahead.test()), between=between)

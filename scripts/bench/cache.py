@@ -1,16 +1,12 @@
-"""Hits of several jobs in one cache of samples, and what they save: simulated, and by processes.
+"""Hits of several jobs in one cache of samples and what they save, simulated; and the time of a hit.
 
 ``simulated``: hits of jobs that keep their pace next to the optimum, then seconds where jobs wait for
-storage. ``real``: the same jobs as processes that read through a broker from a slow store, next to the
-simulator; a batch is computed by sleeping, as DLIO does it. ``hit``: microseconds of a sample in the cache,
-next to a file in the page cache."""
+storage. ``hit``: microseconds of a sample in the cache, next to a file in the page cache."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
-import queue
 import statistics
 import subprocess
 import sys
@@ -21,11 +17,9 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import harness
 import numpy as np
-import torch
 from cache_simulator import (
     CLOSED,
     CONTESTANTS,
@@ -38,22 +32,18 @@ from cache_simulator import (
     simulate,
 )
 from harness import Options, Results, alternate, medians, say, spread
-from torch.utils.data import DataLoader, Dataset
 
 from penstock.compression.errors import TransportError
 from penstock.pipeline.data.cache.client import Client
-from penstock.pipeline.data.cache.pages import PAGE_BYTES, pages_of
-from penstock.pipeline.data.cache.policies import POLICIES, Lru
+from penstock.pipeline.data.cache.policies import Lru
 from penstock.pipeline.data.cache.policy import Policy
-from penstock.pipeline.data.cache.wire import Hello
-from penstock.pipeline.data.cached import Cached, cached
+from penstock.pipeline.data.cache.wire import PAGE_BYTES, Hello, pages_of
 from penstock.stages.units import parse_bytes
 
 NONE = "none"
 OVERBOOKED = 2.0
 """Times what storage gives that jobs would read without a cache if they never waited."""
 
-READ_BEFORE, START_SECONDS, JOB_SECONDS = -1.0, 120.0, 600.0
 SAMPLES_OF_HITS, BATCH_OF_HITS = 512, 32
 
 
@@ -208,88 +198,12 @@ def job_facts(jobs: Mapping[str, Outcome], without: Mapping[str, Outcome]) -> di
     }
 
 
-# Real jobs.
-
-
-class SlowStore(Dataset[Any]):
-    """Made-up files of noise, behind a rate that all processes share: no page cache can answer instead.
-
-    A sample is (checksum of its bytes, seconds that reading took if it was read now)."""
-
-    def __init__(self, load: Load, bucket: TokenBucket, granted: Any) -> None:
-        self._load, self._bucket, self._granted = load, bucket, granted
-        self._first = load.seed * load.num_samples if load.data is None else 0
-        self._seconds = dict[int, float]()
-
-    def __len__(self) -> int:
-        return self._load.num_samples
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return self.decode(index, self.read(index))
-
-    def read(self, index: int) -> bytes:
-        """Return the bytes of a sample after the latency, and when the rate grants them."""
-        start = time.perf_counter()
-        with self._granted.get_lock():
-            self._bucket.granted, now = self._granted.value, time.monotonic()
-            end = self._bucket.read(self._load.sample_bytes, now)
-            self._granted.value = self._bucket.granted
-        time.sleep(end - now)
-        self._seconds[index] = time.perf_counter() - start
-        return noise(self._first + index, self._load.sample_bytes)
-
-    def decode(self, index: int, data: bytes) -> tuple[int, float]:
-        """Return the sample."""
-        return crc32(data), self._seconds.pop(index, READ_BEFORE)
+# A hit.
 
 
 def noise(number: int, num_bytes: int) -> bytes:
     """Return the bytes of a file, always the same."""
     return np.random.Generator(np.random.SFC64(number)).bytes(num_bytes)
-
-
-def run_job(load: Load, lookahead: int, data: Any, socket: Path | None, barrier: Any, done: Any) -> None:
-    """Run a job as a process: begin when all are ready, and put its outcome."""
-    if socket is not None:
-        options: Any = {"seed": load.seed, "data": load.reads, "socket": socket}
-        data = cached(data, job=load.name, batch_size=load.batch_size, epochs=load.epochs, **options)
-    barrier.wait(START_SECONDS)
-    zero = time.monotonic()
-    time.sleep(load.start)
-    outcome = Outcome(name=load.name, begin=load.start)
-    for epoch in range(load.epochs):
-        _run_epoch(load, lookahead, data, epoch, outcome)
-        if not epoch and isinstance(data, Cached):
-            hidden = load.training if lookahead else 0.0
-            data.through.cache.measured(outcome.times(load, time.monotonic() - zero, hidden=hidden))
-    if isinstance(data, Cached):
-        data.through.cache.close()
-    outcome.end = time.monotonic() - zero
-    done.put(outcome)
-
-
-def _run_epoch(load: Load, lookahead: int, data: Any, epoch: int, outcome: Outcome) -> None:
-    # Forked, as torch does by itself in a process that was not forked from a server.
-    ahead = {"num_workers": 1, "prefetch_factor": lookahead, "multiprocessing_context": "fork"}
-    sampler = data.sampler if isinstance(data, Cached) else load.order(epoch)
-    options: Any = {"sampler": sampler, "generator": torch.Generator(), **(ahead if lookahead else {})}
-    batches = iter(DataLoader(data, load.batch_size, **options))
-    outcome.uses.append(load.num_samples)
-    outcome.hits.append(0)
-    while True:
-        start = time.monotonic()
-        batch = next(batches, None)
-        if batch is None:
-            break
-        outcome.stalled += time.monotonic() - start
-        checksums, seconds = batch
-        outcome.digest = crc32(checksums.numpy().tobytes(), outcome.digest)
-        read = seconds[seconds != READ_BEFORE]
-        outcome.loads += len(read)
-        outcome.hits[-1] += len(seconds) - len(read)
-        outcome.reading += float(read.sum())
-        outcome.computing += load.training
-        time.sleep(load.training)
 
 
 @contextlib.contextmanager
@@ -307,61 +221,6 @@ def broker(policy: str, slots: int, num_bytes: int) -> Iterator[Path]:
                 yield socket
             finally:
                 process.terminate()
-
-
-def _end(process: Any) -> None:
-    process.join(10)
-    if process.is_alive():
-        process.kill()
-        process.join()
-
-
-def real_part(asked: Options, results: Results) -> None:
-    """Run the jobs without a cache and with each policy, next to the simulator."""
-    results.keep(real=[])
-    for case, slots in _cases(asked):
-        jobs = loads(asked, case["data"], paces(asked, case["jobs"]), trains=True)
-        without: dict[str, Outcome] = {}
-        for policy in (NONE, *(name for name in asked.policies if name in POLICIES)):
-            cache = broker(policy, slots, asked.sample_bytes)
-            with contextlib.nullcontext() if policy == NONE else cache as socket:
-                done = side_by_side(asked, jobs, socket)
-            without = without or done
-            simulated = _simulate(asked, jobs, policy, slots).jobs
-            row = {"policy": policy, **case, **job_facts(done, without)}
-            row["same_samples"] = all(done[name].digest == one.digest for name, one in without.items())
-            results.keep(real=[row | {"simulated": job_facts(simulated, simulated)}])
-    columns = CASE_COLUMNS | {"simulated": lambda row: f"{row['simulated']['hit_rate']:.3f}"}
-    columns |= SECONDS_COLUMNS
-    columns |= {"simulated ": lambda row: f"{row['simulated']['makespan']:.1f} s", "same": "{same_samples}"}
-    harness.show(results.content["real"], columns, left=2)
-
-
-def side_by_side(asked: Options, jobs: Sequence[Load], socket: Path | None) -> dict[str, Outcome]:
-    """Run jobs in processes, all from one moment on; return their outcomes.
-
-    Raises: TransportError: one was lost, or they took too long."""
-    context: Any = multiprocessing.get_context("forkserver")
-    granted, barrier, done = context.Value("d", -np.inf), context.Barrier(len(jobs)), context.Queue()
-    processes = []
-    for load in jobs:
-        arguments = load, asked.lookahead, SlowStore(load, _bucket(asked), granted), socket, barrier, done
-        processes.append(context.Process(target=run_job, args=arguments, name=load.name))
-        processes[-1].start()
-    try:
-        outcomes = [done.get(timeout=JOB_SECONDS) for _ in jobs]
-        return {one.name: one for one in sorted(outcomes, key=lambda one: one.name)}
-    except queue.Empty:
-        raise TransportError(
-            "a job was lost, see its output above, or takes too long; lower --num-samples or --epochs, or "
-            "raise --rate"
-        ) from None
-    finally:
-        for process in processes:
-            _end(process)
-
-
-# A hit.
 
 
 def hit_part(asked: Options, results: Results) -> None:
@@ -412,7 +271,6 @@ def _refuse(sentence: str) -> None:
 
 PARTS: dict[str, Callable[[Options, Results], None]] = {
     "simulated": simulated_part,
-    "real": real_part,
     "hit": hit_part,
 }
 

@@ -21,7 +21,7 @@ import numpy as np
 from penstock.pipeline.data.cache.gain import Gain
 from penstock.pipeline.data.cache.policies import POLICIES
 from penstock.pipeline.data.cache.policy import Job, Policy, Times
-from penstock.pipeline.data.drawn import order_of
+from penstock.pipeline.data.random_draws import order_of
 
 CONTESTANTS: dict[str, Callable[[int], Policy]] = POLICIES | {"gain_last_0": partial(Gain, last_gain=0)}
 """Policies by name: those of the library, and ``gain`` whose slowest job asks its neighbour only."""
@@ -91,7 +91,6 @@ class Outcome:
         computing: Seconds of training.
         stalled: Seconds of waiting for reads.
         reading: Seconds of loading, whether or not anybody waited.
-        digest: Checksum of the bytes of all samples in their order, where there are any.
     """
 
     name: str
@@ -103,7 +102,6 @@ class Outcome:
     computing: float = 0.0
     stalled: float = 0.0
     reading: float = 0.0
-    digest: int = 0
 
     @property
     def seconds(self) -> float:

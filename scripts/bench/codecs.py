@@ -365,7 +365,7 @@ def rows_of(
 
 
 def applies(codec: str, subject: Subject) -> bool:
-    """Whether a codec is for tensors of this dtype, and for a mask if there is one."""
+    """True if a codec is for tensors of this dtype, and for a mask if there is one."""
     if subject.mask is not None and not has_bitmap(codec):
         return False
     if codec.endswith("exponent"):

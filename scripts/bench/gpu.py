@@ -94,7 +94,7 @@ def check(tensor: Tensor, codec: str) -> None:
 
 
 def measured(tensor: Tensor, codec: str, num_warps: int | None, repeats: int) -> dict[str, Any]:
-    """What a row says of ``tensor``: seconds of each route, medians of alternating runs, and its bytes."""
+    """Row of ``tensor``: seconds of each route, medians of alternating runs, and its bytes."""
     cases = [case(tensor, codec, num_warps) for _ in range(max(2, ROTATED // tensor.nbytes))]
     graphs = {route: _graph([one.routes[route] for one in cases]) for route in cases[0].routes}
     seconds = medians(alternate(graphs, repeats))

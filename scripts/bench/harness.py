@@ -126,7 +126,7 @@ def refuse_other_losses(losses: Mapping[str, float], *, random: bool) -> None:
 
 
 def is_random(model: nn.Module) -> bool:
-    """Whether a layer draws numbers."""
+    """True if a layer draws numbers."""
     return any(getattr(module, "p", 0) for module in model.modules() if "Drop" in type(module).__name__)
 
 

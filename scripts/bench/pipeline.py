@@ -1,16 +1,14 @@
 """Race of Penstock's pipeline against torch's own, over loopback and shaped links, or schedule by schedule.
 
 Both sides have the same model, cut, micro-batches and optimizer, and only ratios of neighbouring runs count:
-all pipelines live in the same processes, a run of the rival before each of ours. Last comes the cost of a
-single instruction."""
+all pipelines live in the same processes, a run of the rival before each of ours."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from operator import add
 from pathlib import Path
@@ -22,7 +20,6 @@ import torch
 import torch.distributed as dist
 from harness import Job, Options, Results, Row, alternate, ratio_of_pairs, say, speeds, spread, timed
 from shaped_links import LATENCY_MS, LOOPBACK, Link
-from torch import Tensor, nn
 from torch_pipelines import CLASSES, TorchPipeline, stages_of
 
 from penstock.compression.errors import ConfigError, TransportError
@@ -40,16 +37,12 @@ from penstock.pipeline.schedules.instruction import Instruction, Span
 from penstock.pipeline.schedules.messages import Message, StepMessages
 from penstock.pipeline.schedules.simulate import durations, simulate
 from penstock.stages.plan.plan import Plan
-from penstock.stages.profiling.measure import measure
-from penstock.stages.tracing.tracer import trace
 from penstock.stages.units import show_bytes, show_rate
 
 TORCH, ALL = "torch", "all"
 BYTES = tuple(f"bytes_{kind}_{way}" for kind in ("raw", "sent") for way in DIRECTIONS)
 PROBE_SECONDS, LEAST_PROBE, MOST_PROBE = 0.5, 1 << 20, 1 << 25
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-STAGES_OF_COST = 4
-"""Stages in one process on which the cost of an instruction is measured as well."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,16 +290,10 @@ def race_schedules(
         raise TransportError(f"{link.name} could not be shaped: {reason}")
     rivals = {n: f"{TORCH} {n}" if ENTRANTS[n].rival == TORCH else ENTRANTS[n].rival for n in names}
     streams = [name for name in plans if ENTRANTS[name].stream]
-    found = race(link, plans, rivals, streams=streams, instructions=True)
-    options: dict[str, Any] = {
-        "micro_batches": config.micro_batches,
-        "repeats": results.content["job"]["repeats"],
-    }
-    costs = [instruction_cost(stages=STAGES_OF_COST, **options), found["facts"].pop("overhead")]
+    found = race(link, plans, rivals, streams=streams)
     rows = [schedule_row(name, run, config.batch_size) for name, run in found["runs"].items()]
-    results.keep(link=link_facts(link, found["facts"]), rows=rows, overhead=costs)
+    results.keep(link=link_facts(link, found["facts"]), rows=rows)
     harness.show(rows, SCHEDULE_COLUMNS, left=3)
-    say(*map(cost_sentence, costs))
 
 
 def schedule_row(name: str, run: Row, batch_size: int) -> dict[str, Any]:
@@ -491,9 +478,6 @@ def race_rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
         assert isinstance(side, Ours), "contestants are ours"
         runs[name] = side.measured(sizes, rate=facts["rate_measured"])
         runs[name] |= {who: taken[name, who] for who in ("rival", "penstock")}
-    if vars(asked).get("instructions"):
-        options: Any = {"micro_batches": config.micro_batches, "repeats": asked.repeats}
-        facts["overhead"] = instruction_cost(stages=config.ranks, **options)
     world.close()
     return {"facts": facts, "runs": runs}
 
@@ -514,118 +498,6 @@ def measured_rate(world: World, link: Link) -> float | None:
 
     exchange()  # also opens the connection and its window
     return 8 * num_bytes / timed(exchange, 1)()
-
-
-# Cost of an instruction: layers of one number, so that little else is left. Measured: seconds of the
-# processor between call and return of a step, without packing, less those of the same layers, losses, updates
-# and transfers called directly in a loop; divided by the number of instructions.
-
-CLASSES_OF_COST, FRAME_BYTES, STEPS_OF_COST = 2, 128, 20
-
-
-def instruction_cost(
-    *, stages: int, micro_batches: int, repeats: int, schedule: str = "1f1b"
-) -> dict[str, Any]:
-    """Measure in this process, or on all ranks of the group together, a stage a rank.
-
-    Returns:
-        ``instructions`` a step, ``microseconds`` of overhead for each, ``microseconds_direct`` of the same
-        work called directly; on ranks also whole steps, waiting included, of ours and of torch's pipeline.
-    """
-    world = World.default()
-    example = (torch.randn(1, 1),)
-    profile = measure(trace(_chain(stages), example), example, repeats=1)
-    cuts = [layer.name for layer in profile.layers[:-1]]
-    asked: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule}
-    plan = partition(profile, cuts=cuts, ranks=stages, codec="raw", **asked)
-    batch = torch.randn(micro_batches, 1), torch.arange(micro_batches) % CLASSES_OF_COST
-    pipe = Pipeline(_chain(stages), plan, loss=loss, optimizer=_sgd)
-    own = range(stages) if world.is_alone else plan.stages_of_rank[world.rank]
-    direct = timed(_Direct(own, stages, micro_batches).step, STEPS_OF_COST, clock=time.thread_time)
-    sides: dict[str, Callable[[], Any]] = {"penstock": lambda: _steps(pipe, batch), "direct": direct}
-    if not world.is_alone:
-        theirs = TorchPipeline(_chain(stages), plan, loss=loss, optimizer=_sgd)
-        sides["torch"] = timed(lambda: theirs.step(*batch), STEPS_OF_COST)
-    alternate(sides, 1)  # warms up
-    taken, num = alternate(sides, repeats), len(own) * (2 * micro_batches + 1)  # F, B and U
-    runs = [ours[0] - direct for ours, direct in zip(taken["penstock"], taken["direct"], strict=True)]
-    seconds = {"": runs, "_direct": taken["direct"]}
-    if not world.is_alone:
-        seconds |= {"_of_steps": [whole for _, whole in taken["penstock"]], "_of_torch_steps": taken["torch"]}
-    cost: dict[str, Any] = {"instructions": num, "microseconds_of_runs": [1e6 * one / num for one in runs]}
-    cost |= {f"microseconds{name}": 1e6 * statistics.median(of) / num for name, of in seconds.items()}
-    facts = {"ranks": world.size, "stages": stages, **asked}
-    return facts | max(world.all_gather_json(cost), key=lambda of_rank: of_rank["microseconds"])
-
-
-def cost_sentence(cost: Row) -> str:
-    """Sentence about the cost of an instruction."""
-    where = "in one process" if cost["ranks"] == 1 else f"on {cost['ranks']} ranks"
-    line = f"{cost['microseconds']:.0f} us for each of {cost['instructions']} instructions {where}"
-    line += f" (the same work called directly: {cost['microseconds_direct']:.0f} us)"
-    if cost["ranks"] > 1:
-        line += f"; a whole step: {cost['microseconds_of_steps']:.0f} us an instruction"
-        line += f", torch {cost['microseconds_of_torch_steps']:.0f} us"
-    return line
-
-
-def _chain(stages: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(1, CLASSES_OF_COST if s == stages - 1 else 1) for s in range(stages)))
-
-
-def _sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.0)
-
-
-class _Direct:
-    """Work of this rank's stages (in a single process, of all), called in a loop as one would write it."""
-
-    def __init__(self, own: Sequence[int], stages: int, micro_batches: int) -> None:
-        model, world = _chain(stages), World.default()
-        self.layers = [(model[s], s == stages - 1) for s in own]
-        self.optimizers = [_sgd(layer.parameters()) for layer, _ in self.layers]
-        self.inputs, self.gradient = torch.randn(1, 1), torch.ones(1, 1)
-        self.targets, self.micro_batches = torch.zeros(1, dtype=torch.long), micro_batches
-        self.frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-        neighbours = [rank for rank in (world.rank - 1, world.rank + 1) if 0 <= rank < world.size]
-        self.frames = {rank: torch.empty_like(self.frame) for rank in neighbours}
-
-    def step(self) -> None:
-        """Run every forward with its backward, the updates, and as many transfers as there are frames."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        for _ in range(self.micro_batches):
-            for layer, last in self.layers:
-                outputs = layer(self.inputs.detach().requires_grad_())
-                if last:
-                    (loss(outputs, self.targets) / self.micro_batches).backward()
-                else:
-                    outputs.backward(self.gradient)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        ahead: deque[Any] = deque()  # a frame each way over every cut for each micro-batch, two posted ahead
-        for _ in range(self.micro_batches):
-            for neighbour, frame in self.frames.items():
-                ahead += [dist.irecv(frame, neighbour), dist.isend(self.frame, neighbour)]
-            while len(ahead) > 4 * len(self.frames):
-                ahead.popleft().wait()
-        for transfer in ahead:
-            transfer.wait()
-
-
-def _steps(pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Seconds of the processor in a step, without packing, and by the clock; the mean over a run."""
-    packing: dict[tuple[int, str], list[float]] = {}
-    start, busy = time.perf_counter(), time.thread_time()
-    for _ in range(STEPS_OF_COST):
-        pipe.step(*batch)
-        for span in pipe.meter.spans:
-            packing.setdefault((span.stage, span.op), []).append(span.packing)
-    busy, taken = time.thread_time() - busy, time.perf_counter() - start
-    # Packing is timed by the clock, so a few spans include what others on the machine ran: medians do not.
-    packed = sum(len(seconds) * statistics.median(seconds) for seconds in packing.values())
-    return (busy - packed) / STEPS_OF_COST, taken / STEPS_OF_COST
 
 
 if __name__ == "__main__":

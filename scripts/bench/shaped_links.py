@@ -36,7 +36,7 @@ _READ_AND_WRITE = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins two ranks; without a rate it is the loopback device, which nobody shapes.
+    """Link between two ranks; without a rate it is the loopback device, which nobody shapes.
 
     Attributes:
         name: as it was typed.

@@ -99,7 +99,7 @@ def _part(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> fx.G
 
 
 def _entering(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> list[fx.Node]:
-    """What a stage receives: made before it and used in it or behind it; the first one takes the inputs."""
+    """Values from before a stage that it or a later one uses; the first takes the inputs."""
     if stage == 0:
         return [node for node in traced.graph.nodes if node.op == "placeholder"]
     return [

@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from network import Batch, given
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...stages.seeds import layer_seed
-from ...stages.torch_private import paused
-from ...stages.tracing.capture.patches import Patches, kinds_that_are_called, overridden
-from .network import Batch, given
+from penstock.stages.seeds import layer_seed
+from penstock.stages.torch_private import paused
+from penstock.stages.tracing.capture.patches import Patches, kinds_that_are_called, overridden
 
 
 class Drawing(TorchFunctionMode):
@@ -59,7 +59,7 @@ class Drawing(TorchFunctionMode):
         return result
 
     def run(self, model: nn.Module, batch: Batch) -> Any:
-        """What the model returns."""
+        """Outputs of the model."""
         inputs = given(batch)
         with self.patches.on(), self:
             return model(**inputs) if isinstance(inputs, dict) else model(*inputs)

@@ -14,20 +14,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from eager import drawing_calls, plain_step
+from network import Batch, Network, given
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ...compression.errors import PenstockError
-from ...pipeline.partition.partition import partition
-from ...pipeline.pipeline import Pipeline
-from ...stages.device import CPU
-from ...stages.plan.plan import Plan
-from ...stages.profiling.measure import measure
-from ...stages.profiling.network_profile import Profile
-from ...stages.tracing.tracer import LayerGraph, trace
-from ...stages.tracing.verify import same_bits
-from .eager import drawing_calls, plain_step
-from .network import Batch, Network, given
+from penstock.compression.errors import PenstockError
+from penstock.pipeline.partition.partition import partition
+from penstock.pipeline.pipeline import Pipeline
+from penstock.stages.device import CPU
+from penstock.stages.plan.plan import Plan
+from penstock.stages.profiling.measure import measure
+from penstock.stages.profiling.network_profile import Profile
+from penstock.stages.tracing.layer_graph import LayerGraph
+from penstock.stages.tracing.tracer import trace
+from penstock.stages.tracing.verify import same_bits
 
 SAMPLES = 2  # of a micro-batch, and as many micro-batches
 STAGES = 3
@@ -86,7 +87,7 @@ def _timing(row: Row, name: str) -> Iterator[None]:
 def _differences(
     row: Row, model: nn.Module, graph: LayerGraph, plan: Plan, micro_batches: Sequence[Batch], whole: Batch
 ) -> list[str]:
-    """What differs from the plain loop after one step in three stages."""
+    """Differences from the plain loop after one step in three stages."""
     layers, targets = graph.train.layers, torch.linspace(-1, 1, SAMPLES * SAMPLES)
     ordered = [layer.name for layer in layers if layer.name in graph.train_probe.random]
     modules = {str(layer.node.target) for layer in layers if layer.node.op == "call_module"}

@@ -11,9 +11,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from network import Batch, Network, normal, table
 from torch import nn
-
-from .network import Batch, Network, normal, table
 
 PIXELS = (64, 96, 128, 192, 224, 256)
 
@@ -38,19 +37,19 @@ class Family:
         """The network, for the smallest pictures with which it runs; dropout where it can be asked for."""
         for pixels in PIXELS:
             with contextlib.suppress(Exception):
-                self._made(pixels).eval()(self._pictures(2, pixels))
+                self._build(pixels).eval()(self._pictures(2, pixels))
                 break
         else:
             pixels = int(self._pretrained.input_size[-1])
         self.pixels = pixels
         torch.manual_seed(0)
-        return self._made(pixels)
+        return self._build(pixels)
 
     def batch(self, samples: int) -> Batch:
         """Pictures."""
         return {"x": self._pictures(samples, self.pixels)}
 
-    def _made(self, pixels: int) -> nn.Module:
+    def _build(self, pixels: int) -> nn.Module:
         timm = import_module("timm")
         tries = [{"img_size": pixels, "drop_path_rate": 0.1}, {"img_size": pixels}, {"drop_path_rate": 0.1}]
         for options in tries if pixels else ():

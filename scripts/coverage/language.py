@@ -11,9 +11,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from network import Batch, Network, normal, table, tokens
 from torch import nn
-
-from .network import Batch, Network, normal, table, tokens
 
 INPUTS: dict[str, Callable[[int, int], Batch]] = {
     "text": lambda n, pixels: {"input_ids": tokens(n, n, 12)},
@@ -42,11 +41,11 @@ def networks() -> Iterator[Network]:
             batch = functools.partial(
                 _batch, section, name, name in listed["labels"], options.get("image_size", 64)
             )
-            make = functools.partial(_made, kind, options)
+            make = functools.partial(_build, kind, options)
             yield Network(name=name, library="transformers", make=make, batch=batch)
 
 
-def _made(kind: str, options: Mapping[str, Any]) -> nn.Module:
+def _build(kind: str, options: Mapping[str, Any]) -> nn.Module:
     transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()
     model, options = getattr(transformers, kind), dict(options)

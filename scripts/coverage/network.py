@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Network:
 
 
 def given(batch: Batch) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
-    """What a model is called with: copies, by name, or by position where the one input is called x."""
+    """Arguments of a model: copies, by name, or by position where the one input is called x."""
     copies = {name: x.clone() for name, x in batch.items()}
     return tuple(copies.values()) if tuple(batch) == ("x",) else copies
 
@@ -50,7 +50,7 @@ def tokens(seed: int, *shape: int, most: int = 97) -> torch.Tensor:
 
 
 def table() -> dict[str, Any]:
-    """What ``networks.yaml`` lists."""
-    file = resources.files(__package__ or "") / "networks.yaml"
+    """Networks that ``networks.yaml`` lists."""
+    file = Path(__file__).with_name("networks.yaml")
     found: Any = OmegaConf.to_container(OmegaConf.load(str(file)))
     return found

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..circumstances import circumstances
+from penstock.scripts.circumstances import circumstances
 
 Row = Mapping[str, Any]
 RESULTS = ("same", "different", "refused", "failed", "timeout", "skipped", "traced")
@@ -78,7 +78,7 @@ def _preface(command: str) -> str:
         "parameters; in brackets that of the largest layer, where it is more than 90 %. Seconds are "
         "those of a busy machine, without autocast.\n\n"
         "What is not in the table has not been run.\n\n"
-        f"`python -m penstock.scripts.coverage {command}`; {', '.join(versions)}; Python "
+        f"`python scripts/coverage {command}`; {', '.join(versions)}; Python "
         f"{found['versions']['python']}; {processor}, one thread, float32; {datetime.date.today()}."
     )
 
@@ -100,7 +100,7 @@ def _cell(row: Row, field: str) -> str:
     return str(value)
 
 
-def _told(why: str) -> str:
+def _reason(why: str) -> str:
     """A message without the folder in which somebody keeps a library."""
     return re.sub(r"/[^\s:]*/(?=(transformers|timm|torchvision|torch|penstock)/)", "", why)[:600]
 
@@ -112,7 +112,7 @@ def _whys(row: Row) -> list[tuple[str, str]]:
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
-    refused = [f"- {row['name']}{when}: {_told(why)}" for row in rows for why, when in _whys(row)]
+    refused = [f"- {row['name']}{when}: {_reason(why)}" for row in rows for why, when in _whys(row)]
     leaves = [
         f"- {row['name']}: " + "; ".join(f"`{name}`: {why}" for name, why in list(row["leaves"].items())[:2])
         for row in rows

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from network import Batch, Network, normal, tokens
 from torch import nn
 from torchvision import models
-
-from .network import Batch, Network, normal, tokens
 
 SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 28}
 """Pixels, where 64 do not do."""

@@ -39,7 +39,7 @@ class Packed(nn.Module):
         self.module, self.saved = module, saved
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What ``module`` makes of ``inputs``."""
+        """Outputs of ``module`` for ``inputs``."""
         with self.saved:
             return self.module(inputs)
 

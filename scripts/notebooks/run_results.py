@@ -125,7 +125,7 @@ def draw_speeds(runs: Sequence[Run]) -> Figure:
 
 
 def draw_bytes(runs: Sequence[Run]) -> Figure:
-    """What crossed all cuts in a step on average: before packing, and sent by each run, both directions."""
+    """Bytes that crossed all cuts in a step on average, both ways: before packing, and sent by each run."""
     columns = [("before packing", GREY, "raw", runs[0].summary)]
     columns += [(run.label, COLOURS[number], "sent", run.summary) for number, run in enumerate(runs)]
     heights = [[of[f"bytes_{kind}_{way}"] / of["steps"] for way in DIRECTIONS] for _, _, kind, of in columns]

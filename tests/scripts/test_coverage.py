@@ -1,21 +1,23 @@
 """Public networks, as people use them: three stages, a step of training, every bit of the plain loop.
 
-`python -m penstock.scripts.coverage` tries them all; these are a few that each hold another trap."""
+`python scripts/coverage` tries them all; these are a few that each hold another trap."""
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 
+import eager
+import page
 import pytest
 import torch
+import vision
+from examine import examine
+from network import Network, normal
 from torch import nn
-
-from penstock.scripts.coverage import eager, page, vision
-from penstock.scripts.coverage.examine import examine
-from penstock.scripts.coverage.network import Network, normal
 
 FEW = {  # library -> networks that each hold another trap
     "torchvision": ("shufflenet_v2_x0_5", "squeezenet1_1"),
@@ -47,7 +49,7 @@ def test_a_network_of_a_library(library, name, autocast):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install 'penstock[zoo]'")
     kinds = {"torchvision": "vision", "transformers": "language", "timm": "families"}
-    networks = importlib.import_module(f"penstock.scripts.coverage.{kinds[library]}").networks()
+    networks = importlib.import_module(kinds[library]).networks()
     row = same(next(network for network in networks if network.name == name), autocast)
     assert row["stages"] == 3
     assert library != "transformers" or bool(row["leaves"]) == (name == "mixtral")  # experts chosen by value
@@ -153,7 +155,7 @@ def test_the_table_tells_both():
 COMMAND = """
 import sys
 import test_coverage as ours
-from penstock.scripts.coverage import __main__ as command
+import try_networks as command
 command.networks = lambda: map(ours.under_autocast, [ours.caller, ours.toggled])
 sys.exit(command.main())
 """
@@ -163,9 +165,10 @@ sys.exit(command.main())
 def test_the_command(tmp_path):
     """A network that has a row is not tried again."""
     rows, table = tmp_path / "rows", tmp_path / "table"
+    environment = os.environ | {"PYTHONPATH": str(Path(vision.__file__).parent)}
     typed = [sys.executable, "-c", COMMAND, f"--rows={rows}", f"--table={table}"]
     for more in ["caller"], ["--timeout=0"]:
-        done = subprocess.run([*typed, *more], cwd=Path(__file__).parent)
+        done = subprocess.run([*typed, *more], cwd=Path(__file__).parent, env=environment)
         assert done.returncode == 1  # different under autocast
     assert len(rows.read_text().splitlines()) == 2
     assert "| test/caller | same | different |" in table.read_text()

@@ -12,7 +12,8 @@ from checkout import ROOT
 
 import penstock
 
-BARE = tuple(map(Path, ("tests/support", "tests/laws", "scripts/bench", "scripts/notebooks")))
+SCRIPTS = tuple(Path("scripts", name) for name in ("bench", "coverage", "examples", "notebooks"))
+BARE = (Path("tests/support"), Path("tests/laws"), *SCRIPTS)
 """Folders whose modules are imported by their bare names, as ``pythonpath`` in setup.cfg has them."""
 
 

@@ -2,12 +2,23 @@
 
 Nobody waits for anybody: a connection that has sent half a frame, or does not read its answers, stops where
 it is until its socket is ready again. A malformed frame ends its connection, with one line; nothing else
-happens."""
+happens.
+
+The broker alone writes the shared memory, which has no name, so nothing stays behind of it. The kernel seals
+it: no process that is given it can change its size or map it for writing, not even by way of /proc. Source:
+the manual pages memfd_create(2) and fcntl(2) of Linux, F_SEAL_FUTURE_WRITE.
+
+The system tells who is at the other end of a socket, so both ends refuse another user. A socket whose broker
+was killed is taken over; its folder is the lock, so two brokers that start at once do not take it from each
+other."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import mmap
 import os
+import re
 import selectors
 import socket
 import struct
@@ -16,23 +27,25 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from ....compression.errors import ConfigError, TransportError
+from ....stages.files import reason
 from ....stages.units import show_bytes
-from .core import Core, Member, NotWelcome
-from .pages import PAGE_BYTES, Pages, Stored, pieces
+from .core import Core, Member, NotWelcome, Pages, Stored
 from .policy import Policy, Times
-from .shared_memory import SharedMemory
-from .socket_path import is_ours, listening
 from .wire import (
     HEADER,
     LEASED,
     NOWHERE,
     OFFERED,
+    PAGE_BYTES,
     Hello,
     Kind,
     Welcome,
     check_length,
+    connect,
+    is_ours,
     pack,
     pack_json,
+    pieces,
     unpack_header,
     unpack_json,
     unpack_words,
@@ -45,6 +58,157 @@ _SCRAP = bytearray(1 << 16)  # takes the bytes of a sample that was evicted mean
 
 Waits = Generator[int, None, None]
 """Yields the event of the socket that must come before it goes on."""
+
+_LONGEST_PATH = 107  # bytes; unix(7)
+_BACKLOG = 128  # connections that the system keeps until they are accepted
+_SEAL_FUTURE_WRITE = 0x10  # of linux/fcntl.h, since Linux 5.1
+_GROUP_FILES = {
+    "": ("", "memory.max", "memory.current"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Folder, limit and use of memory of a control group, by its controllers: version 2 and version 1."""
+
+
+class SharedMemory:
+    """Memory of ``num_bytes`` that this process writes.
+
+    Attributes: view: its bytes.
+    Raises:     ConfigError: the machine has not so much."""
+
+    def __init__(self, num_bytes: int) -> None:
+        room = available()
+        if num_bytes > room:
+            raise ConfigError(
+                f"capacity={show_bytes(num_bytes)} does not fit: {show_bytes(room)} of this machine's memory "
+                "are free; choose less"
+            )
+        self._file = os.memfd_create("penstock-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._file, num_bytes)
+            self._map = mmap.mmap(self._file, num_bytes)
+            _seal(self._file)
+        except (OSError, OverflowError, ValueError) as error:
+            os.close(self._file)
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"{show_bytes(num_bytes)} cannot be shared ({why}); choose less") from error
+        self.view = memoryview(self._map)
+
+    def for_reading(self) -> int:
+        """Return a new file descriptor of it that can be read only; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Give it up; those who read it keep it until they do, too."""
+        self.view.release()
+        self._map.close()
+        os.close(self._file)
+
+
+def _seal(file: int) -> None:
+    fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    try:
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fixed | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+    except OSError:  # an older kernel: clients that can only read are trusted not to reopen it
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fixed)
+
+
+def available(root: Path = Path("/")) -> int:
+    """Bytes of memory that are free, by what the machine and the groups of this process allow."""
+    machine = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    free = [int(machine[1]) * 1024 if machine else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers not in _GROUP_FILES:
+            continue
+        below, limit_file, used_file = _GROUP_FILES[controllers]
+        home = root / "sys/fs/cgroup" / below
+        group = home / name.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, used = _text(folder / limit_file).strip(), _text(folder / used_file).strip()
+            if limit.isdigit() and used.isdigit():
+                # Pages of files that the group is counted for and would give up first.
+                cached = re.search(
+                    r"^(?:total_)?inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE
+                )
+                free.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
+            if folder == home:
+                break
+    return max(0, min(free))
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """Listen at ``path``, and remove the socket at the end; its folder is made if there is none.
+
+    Raises: ConfigError: a broker listens there, or others than this user may enter the folder."""
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(
+            f"socket={path} is longer than the {_LONGEST_PATH} bytes of a socket's path; shorten it"
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with _locked_folder(path):
+            if path.exists() or path.is_symlink():
+                _refuse_living(path)
+                path.unlink()
+            mask = os.umask(0o177)
+            try:
+                listener.bind(str(path))
+            except OSError as error:
+                raise ConfigError(f"socket={path} cannot be made ({reason(error)}); name another") from error
+            finally:
+                os.umask(mask)
+            listener.listen(_BACKLOG)
+            ours = os.lstat(path)
+        listener.setblocking(False)
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError, ConfigError), _locked_folder(path):
+                if os.path.samestat(os.lstat(path), ours):  # else another broker's
+                    path.unlink()
+
+
+@contextlib.contextmanager
+def _locked_folder(path: Path) -> Iterator[None]:
+    """Lock the folder of ``path``, which is made for this user alone, while a socket comes or goes."""
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"socket={path} cannot be made ({reason(error)}); name another") from error
+    try:
+        status = os.fstat(folder)
+        others = status.st_mode & 0o022 and not status.st_mode & 0o1000  # who may take the socket away
+        if others or status.st_uid not in (os.getuid(), 0):
+            raise ConfigError(
+                f"others may write to {path.parent}, where the socket would be; choose a folder of your own "
+                "with socket="
+            )
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _refuse_living(path: Path) -> None:
+    if not path.is_socket():
+        raise ConfigError(f"socket={path} is there already and no socket; name another")
+    try:
+        connect(path, 0).close()
+    except ConnectionRefusedError:
+        return  # its broker is gone
+    except BlockingIOError:
+        pass  # it has more to do than it can take
+    except OSError as error:
+        raise ConfigError(f"socket={path} is in use ({reason(error)}); name another") from error
+    raise ConfigError(f"a broker listens at socket={path}; use that one, end it, or name another")
 
 
 class Connection:

@@ -6,6 +6,7 @@ back by itself when a broker does. A forked process has a connection of its own,
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import time
@@ -16,10 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ....compression.errors import TransportError
-from .pages import pages_of, pieces
 from .policy import Times
-from .shared_memory import Window
-from .socket_path import connect
 from .wire import (
     HEADER,
     LEASED,
@@ -30,11 +28,14 @@ from .wire import (
     Hello,
     Kind,
     Welcome,
+    connect,
     pack,
     pack_header,
     pack_json,
     pack_offer,
     pack_words,
+    pages_of,
+    pieces,
     unpack_header,
     unpack_json,
     unpack_words,
@@ -376,3 +377,19 @@ def state_of(path: Path, *, timeout: float) -> dict[str, Any]:
     Raises: OSError: it is not there, or does not answer."""
     with contextlib.closing(Link(path, timeout)) as link:
         return unpack_json(link.ask(pack(Kind.STATUS), LONGEST_STATE))
+
+
+class Window:
+    """A client's view of the shared memory, whose descriptor it need not keep."""
+
+    def __init__(self, file: int, num_bytes: int) -> None:
+        if not 0 < num_bytes <= os.fstat(file).st_size:
+            raise ConnectionError(f"shared memory of {num_bytes} bytes has {os.fstat(file).st_size}")
+        self._map = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap it."""
+        with contextlib.suppress(BufferError):  # in a fork of a process that is just copying
+            self.view.release()
+            self._map.close()

@@ -24,8 +24,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 
-from .job_progress import NEVER, JobProgress
-from .policy import MISS, Decision, Entry, Job
+from .policy import MISS, NEVER, Decision, Entry, Job, JobProgress
 
 # Targets.
 

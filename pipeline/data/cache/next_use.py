@@ -7,12 +7,11 @@ soonest among the jobs that read the data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from .job_progress import NEVER, JobProgress
-from .policy import MISS, ByteBudget, Decision, Entry, Job
+from .policy import MISS, NEVER, ByteBudget, Decision, Entry, Job, JobProgress
 
 
 class Reader(JobProgress):
@@ -102,17 +101,12 @@ class EvictionQueue:
         return use is not None and use.serial == item[2]
 
 
-class NextUse:
+class NextUse(ByteBudget):
     """See the module."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self._budget, self._queue = capacity, ByteBudget(capacity), EvictionQueue()
-        self._readers: dict[str, Reader] = {}
-
-    @property
-    def held(self) -> Mapping[str, int]:
-        """See ``Policy``."""
-        return self._budget.held
+        super().__init__(capacity)
+        self._queue, self._readers = EvictionQueue(), dict[str, Reader]()
 
     def join(self, job: Job, now: float) -> None:
         """See ``Policy``."""
@@ -130,7 +124,7 @@ class NextUse:
         self._regroup()
         reader.sharers = [other for other in reader.sharers if other is not reader]
         evicted = self._requeue(reader, now)
-        self._budget.hand_over(name, {entry: use.reader.job.name for entry, use in self._queue.uses.items()})
+        self.hand_over(name, {entry: use.reader.job.name for entry, use in self._queue.uses.items()})
         return evicted
 
     def begin(
@@ -164,18 +158,18 @@ class NextUse:
         if use is None or num_bytes > self.capacity:
             return MISS
         evicted = ()
-        if not self._budget.fits(num_bytes):
+        if not self.fits(num_bytes):
             evicted = self._make_room(num_bytes, self._queue.time_of(use, now), now)
             if not evicted:
                 return MISS
-        self._budget.add(entry, num_bytes, name)
+        self.add(entry, num_bytes, name)
         self._queue.push(entry, use)
         return Decision(entry, evicted)
 
     def drop(self, entry: Entry) -> None:
         """See ``Policy``."""
         self._queue.uses.pop(entry, None)
-        self._budget.remove(entry)
+        super().drop(entry)
 
     def _regroup(self) -> None:
         readers = list(self._readers.values())
@@ -201,7 +195,7 @@ class NextUse:
     def _make_room(self, num_bytes: int, when: float, now: float) -> tuple[Entry, ...]:
         """Evict what is used later than ``when``; nothing if that is not enough."""
         victims: dict[Entry, Use] = {}
-        lacking = self._budget.num_bytes + num_bytes - self.capacity
+        lacking = self.num_bytes + num_bytes - self.capacity
         while lacking > 0:
             last = self._queue.last(self._readers.values(), now)
             if last is None or last[1] <= when:
@@ -209,7 +203,7 @@ class NextUse:
                     self._queue.push(entry, use)
                 return ()
             victims[last[0]] = self._queue.uses.pop(last[0])
-            lacking -= self._budget.entries[last[0]][0]
+            lacking -= self.entries[last[0]][0]
         for entry in victims:
-            self._budget.remove(entry)
+            super().drop(entry)
         return tuple(victims)

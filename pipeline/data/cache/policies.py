@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ....compression.errors import ConfigError
 from .gain import Gain
@@ -10,17 +10,12 @@ from .next_use import NextUse
 from .policy import MISS, ByteBudget, Decision, Entry, Job, Policy
 
 
-class Lru:
-    """Takes everything and evicts what was used longest ago, as a page cache does."""
+class Lru(ByteBudget):
+    """Policy that takes everything and evicts what was used longest ago, as a page cache does."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self._budget = capacity, ByteBudget(capacity)
+        super().__init__(capacity)
         self._data: dict[str, str] = {}
-
-    @property
-    def held(self) -> Mapping[str, int]:
-        """See ``Policy``."""
-        return self._budget.held
 
     def join(self, job: Job, now: float) -> None:
         """See ``Policy``."""
@@ -29,14 +24,13 @@ class Lru:
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
         """See ``Policy``: what nobody reads any more is evicted."""
         data = self._data.pop(name, None)
-        entries = [entry for entry in self._budget.entries if entry[0] == data]
-        readers = [other for other, read in self._data.items() if read == data]
-        if readers:
-            self._budget.hand_over(name, dict.fromkeys(entries, readers[0]))
+        entries = tuple(entry for entry in self.entries if entry[0] == data)
+        if heir := next((other for other, read in self._data.items() if read == data), None):
+            self.hand_over(name, dict.fromkeys(entries, heir))
             return ()
         for entry in entries:
-            self._budget.remove(entry)
-        return tuple(entries)
+            self.drop(entry)
+        return entries
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
@@ -47,27 +41,23 @@ class Lru:
     def use(self, name: str, index: int, now: float) -> Decision:
         """See ``Policy``."""
         entry = self._data[name], index
-        if entry not in self._budget.entries:
+        if entry not in self.entries:
             return MISS
-        self._budget.touch(entry)
+        self.entries[entry] = self.entries.pop(entry)  # after all others
         return Decision(entry)
 
     def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
         """See ``Policy``."""
-        entry, budget, evicted = (self._data[name], index), self._budget, list[Entry]()
-        if entry in budget.entries:
+        entry, evicted = (self._data[name], index), list[Entry]()
+        if entry in self.entries:
             return Decision(entry)
         if num_bytes > self.capacity:
             return MISS
-        while not budget.fits(num_bytes):
-            evicted.append(next(iter(budget.entries)))
-            budget.remove(evicted[-1])
-        budget.add(entry, num_bytes, name)
+        while not self.fits(num_bytes):
+            evicted.append(next(iter(self.entries)))
+            self.drop(evicted[-1])
+        self.add(entry, num_bytes, name)
         return Decision(entry, tuple(evicted))
-
-    def drop(self, entry: Entry) -> None:
-        """See ``Policy``."""
-        self._budget.remove(entry)
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {"next_use": NextUse, "gain": Gain, "lru": Lru}

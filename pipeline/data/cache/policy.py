@@ -7,9 +7,12 @@ Source: docs/sources.md, system D."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 Entry = tuple[str, int]
 """Key of a cached sample: the data set or the job that it belongs to, and its index."""
@@ -108,7 +111,7 @@ class Policy(Protocol):
 
 
 class ByteBudget:
-    """Entries with their bytes and the job that had each admitted, the least recently touched first.
+    """Entries with their bytes and the job that had each admitted; part of a policy.
 
     Attributes:
         num_bytes: Of all entries; never above ``capacity``.
@@ -132,15 +135,11 @@ class ByteBudget:
         self.num_bytes += num_bytes
         self._charge(name, num_bytes)
 
-    def remove(self, entry: Entry) -> None:
-        """Remove an entry, if it is there."""
+    def drop(self, entry: Entry) -> None:
+        """See ``Policy``."""
         num_bytes, name = self.entries.pop(entry, (0, ""))
         self.num_bytes -= num_bytes
         self._charge(name, -num_bytes)
-
-    def touch(self, entry: Entry) -> None:
-        """Move an entry behind all others."""
-        self.entries[entry] = self.entries.pop(entry)
 
     def hand_over(self, name: str, heir: Mapping[Entry, str]) -> None:
         """Charge the entries of a job that leaves to the heir of each."""
@@ -154,3 +153,91 @@ class ByteBudget:
         self.held[name] = self.held.get(name, 0) + num_bytes
         if not self.held[name]:
             del self.held[name]
+
+
+NEVER = -1
+"""Position of a sample that the job will not use, as far as it announced."""
+
+
+class JobProgress:
+    """A job on its way through its epochs. Positions count on from epoch to epoch.
+
+    Attributes:
+        first: Position of the first sample of this epoch.
+        length: Number of samples of this epoch.
+        passed: Number of samples used so far in all epochs, which is the job's position.
+        last_use: Time of the last use.
+        pace: Seconds of a sample: of the last whole epoch; before there is one, of the measured warm-up epoch
+            or of the uses so far; None: less than a batch was used.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.first = self.length = self.passed = self._batches = 0
+        self.last_use = self._begin = 0.0
+        self._place = array("q", [NEVER]) * job.num_samples
+        self._later: array[int] | None = None
+        self._used = bytearray(job.num_samples)
+        self.pace: float | None = None
+        self.update(job)
+
+    def update(self, job: Job) -> None:
+        """Replace what is known of the job."""
+        self.job, self._batch = job, job.batch_size
+        self._measured = job.times is not None
+        if job.times is not None:
+            self.pace = job.times.epoch / job.num_samples
+
+    def begin(self, order: Sequence[int], following: Sequence[int] | None, now: float) -> bool:
+        """Begin an epoch.
+
+        Returns: whether the last epoch was gone through, and announced this one as its following."""
+        place = self._places(order)
+        whole = self.length > 0 and self.passed == self.first + self.length
+        if whole:
+            self.pace, self._measured = (now - self._begin) / self.length, True
+        as_announced = whole and place == self._later
+        self._batches += -(-self.length // self._batch)
+        self.first += self.length
+        self.passed, self.length = self.first, len(order)
+        self._place, self._later = place, None if following is None else self._places(following)
+        self._used = bytearray(self.job.num_samples)
+        self._begin = self.last_use = now
+        return as_announced
+
+    def _places(self, order: Sequence[int]) -> array[int]:
+        places = np.full(self.job.num_samples, NEVER, dtype=np.int64)
+        places[np.asarray(order, dtype=np.int64)] = np.arange(len(order))
+        return array("q", places.tobytes())
+
+    def use(self, index: int, now: float) -> None:
+        """Count a use of a sample, once an epoch."""
+        self.last_use = now
+        if not self._used[index]:
+            self._used[index] = 1
+            self.passed += 1
+            if not self._measured and self.passed - self.first >= self._batch:
+                self.pace = (now - self._begin) / (self.passed - self.first)
+
+    def next_use(self, index: int) -> int:
+        """Position of the next use of a sample, or NEVER."""
+        position = self._place[index]
+        if position >= 0 and not self._used[index]:
+            return self.first + position
+        position = NEVER if self._later is None else self._later[index]
+        return NEVER if position < 0 else self.first + self.length + position
+
+    def batch_of(self, position: int) -> int:
+        """Number, over all epochs, of the batch that a position of this epoch or the next is in."""
+        beyond = position - self.first - self.length
+        if beyond < 0:
+            return self._batches + (position - self.first) // self._batch
+        return self._batches - (-self.length // self._batch) + beyond // self._batch
+
+    def time_of(self, position: int, now: float, default_pace: float) -> float:
+        """Predicted time of a position; ``default_pace`` is for a job without a pace.
+
+        It counts from the last use, which is exact for a reader of whole batches. A job that has not come for
+        longer than a batch takes is standing, and goes on from now."""
+        pace = default_pace if self.pace is None else self.pace
+        since = max(self.last_use, now - self._batch * pace)
+        return since + max(0, position - self.passed) * pace

@@ -9,17 +9,24 @@ Numbers are words of 32 bits in the machine's own order, as both ends are on one
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import socket
 import struct
+import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from ....compression.errors import PlanError, TransportError
 from ....stages.record import read
 
+PAGE_BYTES = 16 * 1024
+_CREDENTIALS = struct.Struct("3i")
 HEADER = struct.Struct("=4sB3xQ")
 _MAGIC = b"PnC2"
 MOST_SAMPLES = 1 << 26  # of a data set
@@ -170,3 +177,58 @@ def unpack_words(data: bytes | bytearray | memoryview) -> array[int]:
 def pack_offer(epoch: int, samples: Iterable[tuple[int, int, bytes]]) -> bytes:
     """Return the frame that offers samples: (index, number of bytes, stamp) each."""
     return pack(Kind.OFFER, pack_words(epoch), *(OFFERED.pack(*sample) for sample in samples))
+
+
+def pages_of(num_bytes: int, page_bytes: int) -> int:
+    """Number of pages of a sample; an empty one takes a page, so that none costs nothing."""
+    return max(1, -(-num_bytes // page_bytes))
+
+
+def pieces(pages: Iterable[int], num_bytes: int, page_bytes: int, *, begin: int = 0) -> list[tuple[int, int]]:
+    """Return (start, end) in the shared memory of each piece of a sample's bytes from ``begin`` on, in order.
+
+    Pages side by side are one piece."""
+    found: list[tuple[int, int]] = []
+    left = num_bytes
+    for page in pages:
+        size = min(left, page_bytes)
+        left -= size
+        start = page * page_bytes
+        if begin >= size:
+            begin -= size
+            continue
+        start, end, begin = start + begin, start + size, 0
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def default_socket(runtime: str | None) -> Path:
+    """Return the path of this user's broker; ``runtime``: the user's XDG_RUNTIME_DIR, if any."""
+    if runtime:
+        return Path(runtime) / "penstock" / "cache.sock"
+    return Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / "cache.sock"
+
+
+def is_ours(connection: socket.socket) -> bool:
+    """True if the process at the other end is of the same user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] == os.getuid()
+
+
+def connect(path: Path, timeout: float | None) -> socket.socket:
+    """Connect to the broker at ``path``; with ``timeout`` 0 without any wait.
+
+    Raises: OSError: nobody is there. PermissionError: another user's process is."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(str(path))
+        if not is_ours(connection):
+            raise PermissionError(errno.EACCES, f"{path} is another user's")
+    except BaseException:
+        connection.close()
+        raise
+    return connection

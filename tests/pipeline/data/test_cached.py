@@ -21,16 +21,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import penstock
 from penstock import ConfigError
+from penstock.pipeline.data.batches import BatchIndex, BatchReader
 from penstock.pipeline.data.cache.policies import policy
-from penstock.pipeline.data.cached import CachedDataset, CacheReader, cache_reader
-from penstock.pipeline.data.given import samples_of
+from penstock.pipeline.data.cached import CachedDataset, CacheReader, cache_reader, sample_source
 from penstock.pipeline.data.loader import Loader, WarmUp
-from penstock.pipeline.data.reading import Place, Reading
-from penstock.pipeline.data.reads import reads_of
+from penstock.pipeline.data.samples import samples_of
 
 EPOCHS = 3
 BATCH = 7
-PLACES = [Place("train", epoch, number) for epoch in range(EPOCHS) for number in range(NUMBER // BATCH)]
+PLACES = [BatchIndex("train", epoch, number) for epoch in range(EPOCHS) for number in range(NUMBER // BATCH)]
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def through_cache(
     dataset: Any, path: Path, *, job: str = "a", data: str = "", epochs: int = EPOCHS
 ) -> CacheReader:
     counts: Any = {"num_samples": NUMBER, "batch_size": BATCH, "epochs": epochs}
-    return cache_reader(reads_of(dataset, decoded=True), job=job, socket=path, data=data, **counts)
+    return cache_reader(sample_source(dataset, decoded=True), job=job, socket=path, data=data, **counts)
 
 
 def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, job: str = "a") -> Any:
@@ -53,7 +52,7 @@ def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, 
         dataset = CachedDataset(dataset, through["train"])
     table = samples_of(dataset, target="my.data", batch_size=None).train
     options: Any = {"through": through, "epochs": EPOCHS, "used": NUMBER // BATCH * BATCH}
-    reads = Reading(tables={"train": table}, batch_size=BATCH, seed=seed, **options)
+    reads = BatchReader(tables={"train": table}, batch_size=BATCH, seed=seed, **options)
     warm_up = WarmUp(batches=NUMBER // BATCH, batch_size=BATCH, workers=workers)
     notes: list[str] = []
     loader = Loader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
@@ -330,9 +329,9 @@ class Around(Dataset[Any]):
 @pytest.mark.parametrize("made", [Negated, Around, lambda: Subset(Around(), range(9))])
 def test_what_lies_over_read_and_decode_is_not_passed_by(made):
     with pytest.raises(ConfigError, match=r"only whole samples could be kept"):
-        reads_of(made(), decoded=False)
-    reads = reads_of(made(), decoded=True)
-    data, sample = reads.load(3)
+        sample_source(made(), decoded=False)
+    source = sample_source(made(), decoded=True)
+    data, sample = source.load(3)
     assert sample[0] == -3
     assert data is None  # it draws
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from penstock import ConfigError
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.data import Description, Samples
-from penstock.pipeline.data.given import WORKS, samples_of
+from penstock.pipeline.data.samples import WORKS, samples_of
 from penstock.pipeline.run import build
 from penstock.pipeline.run.planning import example_inputs
 

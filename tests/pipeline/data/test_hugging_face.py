@@ -11,10 +11,10 @@ from reference import same_bits
 
 import penstock
 from penstock import ConfigError
+from penstock.pipeline.data.batches import BatchIndex, BatchReader
 from penstock.pipeline.data.cache.policies import policy
-from penstock.pipeline.data.given import samples_of
 from penstock.pipeline.data.loader import Loader
-from penstock.pipeline.data.reading import Place, Reading
+from penstock.pipeline.data.samples import samples_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,7 +25,7 @@ pytestmark = [
 ROWS, BATCH = 24, 5
 INPUTS = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
 TARGETS = (INPUTS[:, 0] > 0).long()
-PLACES = [Place("train", epoch, number) for epoch in range(2) for number in range(ROWS // BATCH)]
+PLACES = [BatchIndex("train", epoch, number) for epoch in range(2) for number in range(ROWS // BATCH)]
 
 
 def rows(number: int = ROWS, *, label: str = "labels") -> Any:
@@ -37,7 +37,7 @@ def rows(number: int = ROWS, *, label: str = "labels") -> Any:
 
 
 def taken(samples: Any, *, workers: int = 0) -> list[Any]:
-    reading = Reading(tables={"train": samples.train}, batch_size=BATCH, seed=0)
+    reading = BatchReader(tables={"train": samples.train}, batch_size=BATCH, seed=0)
     loader = Loader(reading, PLACES, workers=workers)
     try:
         return [loader.take(place) for place in PLACES]
@@ -54,7 +54,7 @@ def given(made: Any) -> Any:
 def test_batches_are_the_rows_in_our_order(label, workers):
     samples = given(rows(label=label))
     assert samples.describe.num_classes == 3
-    reading = Reading(tables={"train": samples.train}, batch_size=BATCH, seed=0)
+    reading = BatchReader(tables={"train": samples.train}, batch_size=BATCH, seed=0)
     found = taken(samples, workers=workers)
     for place, (inputs, targets) in zip(PLACES, found, strict=True):
         order = reading.order("train", place.epoch).split(BATCH)[place.number]

@@ -21,25 +21,25 @@ from torch.utils.data import DataLoader, TensorDataset
 from penstock import ConfigError
 from penstock.compression.errors import TransportError
 from penstock.pipeline.data import image_folder
-from penstock.pipeline.data.given import samples_of
-from penstock.pipeline.data.loader import Loader, at_hand, workers_of
-from penstock.pipeline.data.reading import Needs, Place, Reading
+from penstock.pipeline.data.batches import BatchIndex, BatchReader, Needs
+from penstock.pipeline.data.loader import Loader, in_memory, workers_of
+from penstock.pipeline.data.samples import samples_of
 from penstock.pipeline.data.text import load as text
 
 PLACES = [
-    *(Place("train", 0, number) for number in range(5)),
-    *(Place("test", 0, number) for number in range(6)),
-    *(Place("train", 1, number) for number in range(5)),
+    *(BatchIndex("train", 0, number) for number in range(5)),
+    *(BatchIndex("test", 0, number) for number in range(6)),
+    *(BatchIndex("train", 1, number) for number in range(5)),
 ]
 
 
-def reading(table: Any, **options: Any) -> Reading:
+def reading(table: Any, **options: Any) -> BatchReader:
     made = samples_of((table, table), target="my.data", batch_size=None)
     assert made.test is not None
-    return Reading(tables={"train": made.train, "test": made.test}, batch_size=4, seed=3, **options)
+    return BatchReader(tables={"train": made.train, "test": made.test}, batch_size=4, seed=3, **options)
 
 
-def taken(reads: Reading, places: Iterable[Place] = PLACES, **options: Any) -> list[Any]:
+def taken(reads: BatchReader, places: Iterable[BatchIndex] = PLACES, **options: Any) -> list[Any]:
     loader = Loader(reads, places, **options)
     try:
         return [loader.take(place) for place in places]
@@ -187,7 +187,7 @@ def test_what_cannot_leave_a_process_is_named_and_nobody_waits_for_it():
 
     loads = DataLoader(Odd(), collate_fn=lambda items: (items[0][0], items))
     odd = samples_of(loads, target="my.data", batch_size=None)
-    reads = Reading(tables={"train": odd.train}, batch_size=4, seed=0)
+    reads = BatchReader(tables={"train": odd.train}, batch_size=4, seed=0)
     with pytest.raises(ConfigError, match=r"a lock cannot leave the process .*take data.workers=0"):
         taken(reads, PLACES[:1], workers=1)
 
@@ -195,15 +195,15 @@ def test_what_cannot_leave_a_process_is_named_and_nobody_waits_for_it():
 LOADS = """
 import os, sys, torch
 from torch.utils.data import TensorDataset
-from penstock.pipeline.data.given import samples_of
+from penstock.pipeline.data.samples import samples_of
 from penstock.pipeline.data.loader import Loader
-from penstock.pipeline.data.reading import Place, Reading
+from penstock.pipeline.data.batches import BatchIndex, BatchReader
 
 if __name__ == "__main__":
     data = TensorDataset(torch.ones(8, 1), torch.ones(8))
     tables = {"train": samples_of(data, target="my.data", batch_size=None).train}
-    places = [Place("train", epoch, 0) for epoch in range(99)]
-    reading = Reading(tables=tables, batch_size=4, seed=0)
+    places = [BatchIndex("train", epoch, 0) for epoch in range(99)]
+    reading = BatchReader(tables=tables, batch_size=4, seed=0)
     loader = Loader(reading, places, workers=2, start=sys.argv[1])
     loader.take(places[0])
     print(*(one.pid for one in loader._batches._workers), flush=True)
@@ -255,7 +255,7 @@ def same_form(part, whole, *, there):
     return part.is_meta or same_bits(part, whole)
 
 
-FIRST = Place("train", 0, 0)
+FIRST = BatchIndex("train", 0, 0)
 
 
 def test_a_rank_reads_only_what_it_computes_with(samples):
@@ -276,12 +276,12 @@ def test_replicas_read_their_own_micro_batches(samples):
     few = parts(samples, needs=Needs(split=(False,) * 9))  # a batch of fewer samples than micro-batches
     ((inputs, _),) = taken(few, [FIRST])
     assert len(inputs.micro_batches) == 4
-    tests = Reading(tables={"test": samples.test}, batch_size=4, seed=0, needs=Needs(test=False))
-    assert taken(tests, [Place("test", 0, 0)])[0][0].is_meta
+    tests = BatchReader(tables={"test": samples.test}, batch_size=4, seed=0, needs=Needs(test=False))
+    assert taken(tests, [BatchIndex("test", 0, 0)])[0][0].is_meta
 
 
-def parts(samples: Any, **options: Any) -> Reading:
-    return Reading(tables={"train": samples.train}, batch_size=4, seed=0, **options)
+def parts(samples: Any, **options: Any) -> BatchReader:
+    return BatchReader(tables={"train": samples.train}, batch_size=4, seed=0, **options)
 
 
 def test_who_needs_no_image_opens_none(tmp_path):
@@ -314,5 +314,5 @@ def test_how_many_processes_load(asked, table, cores, found):
 
 
 def test_what_lies_in_memory_is_at_hand():
-    assert at_hand(reading(TensorDataset(torch.ones(3, 1), torch.ones(3))).tables["train"])
-    assert not at_hand(reading(Damaged()).tables["train"])
+    assert in_memory(reading(TensorDataset(torch.ones(3, 1), torch.ones(3))).tables["train"])
+    assert not in_memory(reading(Damaged()).tables["train"])

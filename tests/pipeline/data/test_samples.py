@@ -128,7 +128,7 @@ def test_digits_come_resized_and_normalised() -> None:
 def test_the_resize_is_bilinear() -> None:
     pixels = torch.tensor([[[0, 8], [16, 8]]], dtype=torch.uint8)
     options: Any = {"size": 4, "channels": 1, "white": 16.0, "mean": 0.5, "deviation": 2.0}
-    inputs, _ = Images(pixels=pixels, targets=torch.tensor([0]), **options).batch(torch.tensor([0]))
+    inputs = Images(pixels=pixels, targets=torch.tensor([0]), **options).inputs_of(torch.tensor([0]))
     assert (inputs[0, 0] * 2 + 0.5).mul(16).tolist() == [
         [0.0, 2.0, 6.0, 8.0],
         [4.0, 5.0, 7.0, 8.0],

@@ -10,7 +10,7 @@ from commands import lines, refusal, summary, trained
 from loading import write_images
 
 from penstock.pipeline.data.cache.policies import policy
-from penstock.pipeline.data.drawn import order_of
+from penstock.pipeline.data.random_draws import order_of
 
 JOB = (
     "data=image_folder data.root=images data.size=8 model=mlp model.hidden=[16,12,8] batch_size=6"
@@ -51,7 +51,9 @@ def test_the_bits_do_not_hang_on_who_loads_nor_on_the_sample_cache(tmp_path, cap
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_ranks_leave_the_same_samples_out_and_the_one_in_the_middle_loads_nothing():
+def test_the_rank_in_the_middle_loads_nothing_unless_all_leave_the_same_samples_out():
+    whole = train("whole", "ranks=3 data.workers=1")
+    assert [row["workers"] for row in whole[2]["data"]] == [1, 0, 0]
     first = int(order_of(20, seed=3, epoch=0)[0])  # which is in the example, too
     for name in (f"train/{'cats' if first < 10 else 'dogs'}/{first % 10}.png", "test/dogs/1.png"):
         Path("images", name).write_bytes(b"no image")
@@ -59,7 +61,7 @@ def test_ranks_leave_the_same_samples_out_and_the_one_in_the_middle_loads_nothin
     ranks = train("ranks", "ranks=3 data.skip_broken=true data.workers=1")
     assert ranks[:2] == plain[:2]
     assert ranks[2]["test_loss"] == plain[2]["test_loss"]
-    assert [row["workers"] for row in ranks[2]["data"]] == [1, 0, 0]
+    assert [row["workers"] for row in ranks[2]["data"]] == [1, 1, 1]
     assert {row["left_out"] for row in plain[2]["data"] + ranks[2]["data"]} == {4}  # twice, with a test each
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pipeline_stage import compare
 from reference import same_bits
 from saving import memory_threads, settle
 from torch import nn
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from zoo import build, cross_entropy
 
 from penstock.compression.errors import CodecError, ConfigError, PlanError, StageError
-from penstock.scripts.examples.pipeline_stage import compare
 from penstock.stages.memory.offload import offload
 from penstock.stages.memory.stores import STORES, Store
 

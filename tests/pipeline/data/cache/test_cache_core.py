@@ -12,8 +12,7 @@ from brokers import hello
 from small_policies import watched_lru
 
 from penstock.compression.errors import TransportError
-from penstock.pipeline.data.cache.core import Core, NotWelcome
-from penstock.pipeline.data.cache.pages import Pages
+from penstock.pipeline.data.cache.core import Core, NotWelcome, Pages
 from penstock.pipeline.data.cache.policy import Job, Times
 
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)

@@ -15,10 +15,9 @@ import pytest
 from brokers import PAGE, SOON, Said, broker_process, client, payload, state, within
 
 from penstock.compression.errors import ConfigError
-from penstock.pipeline.data.cache.client import Hit, Link
-from penstock.pipeline.data.cache.shared_memory import SharedMemory, Window, available
-from penstock.pipeline.data.cache.socket_path import default_socket, listening
-from penstock.pipeline.data.cache.wire import Kind, pack_json
+from penstock.pipeline.data.cache.broker import SharedMemory, available, listening
+from penstock.pipeline.data.cache.client import Hit, Link, Window
+from penstock.pipeline.data.cache.wire import Kind, default_socket, pack_json
 
 ORDER = range(100)
 FORK = multiprocessing.get_context("fork")

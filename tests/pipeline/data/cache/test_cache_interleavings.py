@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_policies import Watched
 
-from penstock.pipeline.data.cache.core import Core
+from penstock.pipeline.data.cache.core import Core, Pages
 from penstock.pipeline.data.cache.gain import Gain
 from penstock.pipeline.data.cache.next_use import NextUse
-from penstock.pipeline.data.cache.pages import Pages, pieces
 from penstock.pipeline.data.cache.policies import POLICIES, Lru
 from penstock.pipeline.data.cache.policy import Times
+from penstock.pipeline.data.cache.wire import pieces
 
 PAGE, NUM_SAMPLES = 8, 10
 JOBS = [("a", "d"), ("b", "d"), ("c", "e"), ("d", "c")]  # two share; one is called as somebody's data

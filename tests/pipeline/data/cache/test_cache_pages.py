@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.data.cache.pages import Pages, pages_of, pieces
+from penstock.pipeline.data.cache.core import Pages
+from penstock.pipeline.data.cache.wire import pages_of, pieces
 
 
 @pytest.mark.parametrize(("num_bytes", "needed"), [(0, 1), (1, 1), (10, 1), (11, 2), (20, 2), (21, 3)])

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from small_policies import ALONE
 
-from penstock.pipeline.data.cache.job_progress import NEVER, JobProgress
-from penstock.pipeline.data.cache.policy import Job
+from penstock.pipeline.data.cache.policy import NEVER, Job, JobProgress
 
 JOB = Job(name="a", data="d", num_samples=5, batch_size=2, times=replace(ALONE, epoch=10.0))
 UNMEASURED = replace(JOB, times=None)

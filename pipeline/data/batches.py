@@ -23,12 +23,12 @@ from torch.utils.data import default_collate, get_worker_info
 from ...compression.errors import ConfigError, PenstockError
 from ...stages.split_inputs import Split
 from .cached import CacheReader, Counts
-from .drawn import drawing, order_of
+from .random_draws import drawing, order_of
 
-# Tables: splits of samples. A table says by what it has how it may be asked: ``batch`` makes a batch at once;
-# ``inputs_of``, ``targets_of`` and ``form`` let a rank read only what it computes with; ``at_hand`` says that
-# reading is not worth a process of its own; ``path`` names the file of a sample, for people; ``stream`` has
-# samples in an order of its own only.
+# Tables: splits of samples. Its methods say how a table may be read: ``batch`` makes a batch at once;
+# ``inputs_of``, ``targets_of`` and ``form`` let a rank read what it computes with alone; ``in_memory``:
+# reading is not worth a process; ``path`` names the file of a sample, for people; ``stream`` has its own
+# order.
 
 
 class SampleTable(Protocol):
@@ -49,15 +49,16 @@ class BatchTable(Protocol):
 
 
 @runtime_checkable
-class PartTable(BatchTable, Protocol):
-    """One whose inputs and targets are read apart, and whose samples all have one shape."""
+class PartTable(Protocol):
+    """One whose inputs and targets are read by themselves, and whose samples all have one shape."""
 
+    def __len__(self) -> int: ...
     def inputs_of(self, indices: Tensor) -> Tensor:
-        """Return the inputs of ``batch``."""
+        """Return the inputs of the samples with these numbers (int64, one dimension)."""
         ...
 
     def targets_of(self, indices: Tensor) -> Tensor:
-        """Return the targets of ``batch``."""
+        """Return their targets."""
         ...
 
     def form(self, number: int) -> tuple[Tensor, Tensor]:
@@ -79,11 +80,14 @@ class StreamTable(Protocol):
         ...
 
 
-Table = SampleTable | BatchTable | StreamTable
+IndexedTable = SampleTable | BatchTable | PartTable
+Table = IndexedTable | StreamTable
 
 
-def batch_of(table: SampleTable | BatchTable, indices: Tensor) -> tuple[Any, Any]:
+def batch_of(table: IndexedTable, indices: Tensor) -> tuple[Any, Any]:
     """Return inputs and targets of the samples with these numbers."""
+    if isinstance(table, PartTable):
+        return table.inputs_of(indices), table.targets_of(indices)
     if isinstance(table, BatchTable):
         return table.batch(indices)
     inputs, targets = default_collate([table[index] for index in indices.tolist()])
@@ -93,7 +97,7 @@ def batch_of(table: SampleTable | BatchTable, indices: Tensor) -> tuple[Any, Any
 # Batches.
 
 
-class Place(NamedTuple):
+class BatchIndex(NamedTuple):
     """A batch of a run: batch ``number`` of the ``split`` in this epoch."""
 
     split: str
@@ -115,7 +119,7 @@ class Needs:
     test: bool = True
 
 
-class Broken(NamedTuple):
+class BrokenSample(NamedTuple):
     """A sample that could not be read: where, and what its table raised."""
 
     split: str
@@ -129,20 +133,20 @@ class Broken(NamedTuple):
         return f"{self.split} sample {self.sample}{where} cannot be read: {self.reason}"
 
 
-class Read(NamedTuple):
+class LoadedBatch(NamedTuple):
     """A batch (None: nothing of it can be read), what was left out of it, the seconds it took, and of these
     what came through a cache, with what the cache has to say to people."""
 
     batch: tuple[Any, Any] | None
-    broken: tuple[Broken, ...]
+    broken: tuple[BrokenSample, ...]
     seconds: float
     counts: Counts = Counts()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
-class Reading:
-    """Reads batches by ``Place``; travels to the processes that load ahead, where it goes on by itself.
+class BatchReader:
+    """Reads batches by ``BatchIndex``; travels to the processes that load ahead, where it goes on by itself.
 
     Args:    tables: by the name of the split; ``shuffled``: the splits whose order is drawn.
              skips: whether samples that cannot be read are left out of their batch.
@@ -161,7 +165,7 @@ class Reading:
     _orders: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
     _streams: dict[str, tuple[int, int, Iterator[Any]]] = field(default_factory=dict, repr=False)
 
-    def __getitem__(self, place: Place) -> Read:
+    def __getitem__(self, place: BatchIndex) -> LoadedBatch:
         began = time.perf_counter()
         table, through, before = self.tables[place.split], self.through.get(place.split), Counts()
         if through is not None:
@@ -176,9 +180,9 @@ class Reading:
         if get_worker_info() is not None and (told := _stuck(batch)):
             batch, broken = None, (_broken(TypeError(told), table, place, 0),)
         if through is None:
-            return Read(batch, broken, time.perf_counter() - began)
+            return LoadedBatch(batch, broken, time.perf_counter() - began)
         counts, notes = through.counts.less(before), through.take_notes()
-        return Read(batch, broken, time.perf_counter() - began, counts, notes)
+        return LoadedBatch(batch, broken, time.perf_counter() - began, counts, notes)
 
     def _used(self, split: str, epoch: int) -> list[int]:
         """The samples of an epoch that the run uses."""
@@ -198,8 +202,8 @@ class Reading:
         return self._orders[key]
 
     def _read(
-        self, table: SampleTable | BatchTable, indices: Tensor, place: Place
-    ) -> tuple[tuple[Any, Any] | None, tuple[Broken, ...]]:
+        self, table: IndexedTable, indices: Tensor, place: BatchIndex
+    ) -> tuple[tuple[Any, Any] | None, tuple[BrokenSample, ...]]:
         try:
             return self._parts(table, indices, place), ()
         except Exception as error:
@@ -211,7 +215,7 @@ class Reading:
             return None, tuple(broken.values())
         return self._parts(table, left, place), tuple(broken.values())
 
-    def _parts(self, table: SampleTable | BatchTable, indices: Tensor, place: Place) -> tuple[Any, Any]:
+    def _parts(self, table: IndexedTable, indices: Tensor, place: BatchIndex) -> tuple[Any, Any]:
         needs = self.needs
         with drawing(*place, seed=self.seed):
             if not isinstance(table, PartTable) or needs == Needs():
@@ -225,14 +229,16 @@ class Reading:
                 inputs = table.inputs_of(indices)
             return inputs, table.targets_of(indices) if needs.targets else targets
 
-    def _tried(self, table: SampleTable | BatchTable, index: int, place: Place) -> Broken | None:
+    def _tried(self, table: IndexedTable, index: int, place: BatchIndex) -> BrokenSample | None:
         try:
             self._parts(table, torch.tensor([index]), place)
         except Exception as error:
             return _broken(error, table, place, index)
         return None
 
-    def _next(self, table: StreamTable, place: Place) -> tuple[tuple[Any, Any] | None, tuple[Broken, ...]]:
+    def _next(
+        self, table: StreamTable, place: BatchIndex
+    ) -> tuple[tuple[Any, Any] | None, tuple[BrokenSample, ...]]:
         """The next batch of a stream; one that lies further on, after those before it were read."""
         epoch, number, samples = self._streams.pop(place.split, (-1, 0, iter(())))
         batch = None
@@ -268,7 +274,7 @@ def _stuck(batch: Any) -> str:
     return ""
 
 
-def unreadable(broken: Sequence[Broken], *, skips: bool = False) -> ConfigError:
+def unreadable(broken: Sequence[BrokenSample], *, skips: bool = False) -> ConfigError:
     """Return the error that ends a run on a broken sample: none may be left out, or none is left
     (``skips``).
     """
@@ -280,9 +286,9 @@ def unreadable(broken: Sequence[Broken], *, skips: bool = False) -> ConfigError:
     return error
 
 
-def _broken(error: Exception, table: Table, place: Place, index: int) -> Broken:
+def _broken(error: Exception, table: Table, place: BatchIndex, index: int) -> BrokenSample:
     told = " ".join(str(error).split())
     reason = told if isinstance(error, PenstockError) else f"{type(error).__name__}: {told}"
     path = getattr(table, "path", None)
     lines = "".join(traceback.format_exception(error))
-    return Broken(place.split, index, str(path(index)) if path else "", reason, lines)
+    return BrokenSample(place.split, index, str(path(index)) if path else "", reason, lines)

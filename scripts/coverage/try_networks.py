@@ -1,0 +1,118 @@
+"""Try public networks, a process for each, and write the table: a row for each.
+
+A row is appended as soon as it is known, so a run that was interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import page
+import torch
+import vision
+from examine import examine
+from network import Network
+
+HOMES = {"transformers": "language", "timm": "families"}
+"""The file for the networks of each library that need not be installed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code is 1 where a network trained with other bits, else 0."""
+    options = _options(arguments)
+    lines = options.rows.read_text().splitlines() if options.rows.exists() else []
+    rows = {row["name"]: row for row in map(json.loads, lines)}
+    for name, network in _chosen({one.full_name: one for one in networks()}, options.names).items():
+        if name in rows and not options.again:
+            continue
+        rows[name] = _row_of(network, options.timeout, options.trace_only)
+        with options.rows.open("a") as file:
+            file.write(json.dumps(rows[name]) + "\n")
+        print(page.line(rows[name]), flush=True)
+    if options.table:
+        command = " ".join(sys.argv[1:] if arguments is None else arguments)
+        options.table.write_text(page.written(list(rows.values()), command))
+    return int(any("different" in (row["result"], row.get("autocast_result")) for row in rows.values()))
+
+
+def _chosen(known: dict[str, Network], parts: Sequence[str]) -> dict[str, Network]:
+    """Those that a part is in the name of, in the order of the parts; all, where there are none."""
+    return {name: known[name] for part in parts or [""] for name in known if part in name}
+
+
+def networks() -> Iterator[Network]:
+    """Every network of the libraries that are installed; says which are not."""
+    yield from vision.of_torch()
+    yield from vision.networks()
+    for library, home in HOMES.items():
+        if find_spec(library):
+            yield from importlib.import_module(home).networks()
+        else:
+            print(f"{library} is not installed, left out: pip install 'penstock[zoo]'", file=sys.stderr)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python scripts/coverage", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names of networks; default: all")
+    parser.add_argument("--table", type=Path, help="the Markdown file to write")
+    parser.add_argument("--rows", type=Path, default=Path("coverage.jsonl"), help="rows so far, and new ones")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each network")
+    parser.add_argument("--trace-only", action="store_true", help="record, and do not train")
+    parser.add_argument("--again", action="store_true", help="try again what has a row")
+    return parser.parse_args(arguments)
+
+
+def _row_of(network: Network, timeout: float, trace_only: bool) -> dict[str, Any]:
+    """Row of a network, tried as it is, and under autocast unless there was no time even without it."""
+    row: dict[str, Any] = {"name": network.full_name}
+    if network.skip:
+        return row | {"result": "skipped", "why": network.skip}
+    row |= _attempt(network, timeout, trace_only, None)
+    if row["result"] == "timeout":
+        return row
+    cast = _attempt(network, timeout, trace_only, torch.bfloat16)
+    return row | {f"autocast_{field}": value for field, value in cast.items()}
+
+
+def _attempt(
+    network: Network, timeout: float, trace_only: bool, autocast: torch.dtype | None
+) -> dict[str, Any]:
+    """Try a network in a process of its own, which is forked: the libraries are loaded once."""
+    row: dict[str, Any] = {}
+    context, begun = multiprocessing.get_context("fork"), time.perf_counter()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(network, theirs, trace_only, autocast))
+    process.start()
+    theirs.close()
+    try:
+        if ours.poll(timeout):
+            row |= ours.recv()
+        else:
+            row |= {"result": "timeout", "why": f"took more than {timeout:g} seconds"}
+            process.kill()
+    except EOFError:
+        row |= {"result": "failed", "why": "the process died"}
+    process.join()
+    return row | {"seconds": round(time.perf_counter() - begun, 1)}
+
+
+def _child(network: Network, pipe: Connection, trace_only: bool, autocast: torch.dtype | None) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        row = examine(network, trace_only=trace_only, autocast=autocast)
+    except BaseException as error:
+        where = traceback.format_exc().strip().splitlines()[-7:]
+        row = {"result": "failed", "why": f"{type(error).__name__}: {error}", "traceback": where}
+    pipe.send(row)

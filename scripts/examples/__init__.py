@@ -1,1 +1,0 @@
-"""Short programs that use Penstock's parts in other people's loops."""
