@@ -1,4 +1,4 @@
-"""WHEN it runs: schedules order, ranks carry, weights update, runtime runs, and run is the command.
+"""Micro-batches through stages, on ranks: schedules, transport, updates, one step, and the command ``run``.
 
-``pipeline.py`` puts them together for people who write Python; networks and data sets stand beside it. It
+``pipeline.py`` puts them together for people who write Python; networks and data sets are next to it. It
 must not know how bytes shrink or how a layer is run: the floors below do."""

@@ -81,9 +81,9 @@ class EvictableParameter:
     def _refuse_written(self) -> None:
         if self.parameter._version != self._version:
             raise StageError(
-                "a parameter of a mirror is written to where it is near, found one of shape "
+                "an offloaded parameter is written to while it is resident, found one of shape "
                 f"{tuple(self._memory.like.shape)} and {self.parameter.dtype} that was written to while it "
-                "was away; write to it inside of Pipeline.parameters_resident()"
+                "was not; write to it inside of Pipeline.parameters_resident()"
             )
 
     def evicted(self, kept: Kept) -> Iterator[tuple[Tensor, EvictableTensor]]:

@@ -46,7 +46,7 @@ def refusal(typed, capfd):
 
 # What is typed after penstock train, and the subject of the sentence; all of it is refused without torch.
 SPELLING = {
-    "model=resnet19": "model is one of gpt, mlp, own, resnet18, torchvision",
+    "model=resnet19": "model is one of gpt, layers, mlp, own, resnet18, torchvision",
     "no_such_key=1": "no_such_key=1: there is no option no_such_key; known are autocast, batch_size",
     "+clip.kind=1": "clip.kind=1: there is no option clip.kind",
     "rank=1": "did you mean ranks?",
