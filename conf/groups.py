@@ -1,4 +1,4 @@
-"""What the files of a group list: the names to choose from, and for each target its options and defaults.
+"""Contents of the files of a group: the names to choose from, and for each target its options and defaults.
 
 The files are read as they lie in the package, so what a person typed can be held against them before anything
 heavy is imported. A target of one's own takes what it takes, which only its import can tell.

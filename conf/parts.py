@@ -14,7 +14,7 @@ EVEN, MEASURED = SHARES = ("even", "measured")  # of replicas, beside weights
 
 @dataclass
 class MemoryConfig:
-    """How much memory there is, and where what is not read right now waits.
+    """Limits of memory, and the tiers of what is not read right now.
 
     Attributes:
         device: most bytes of a rank, for example 2GiB, or 25% of what it holds if nothing moves; null: any
@@ -161,12 +161,12 @@ class ReplicasConfig:
 
     @property
     def auto(self) -> bool:
-        """Whether the planner chooses them."""
+        """True if the planner chooses them."""
         return self.count == AUTO
 
     @property
     def several(self) -> bool:
-        """Whether a stage may have more than one."""
+        """True if a stage may have more than one."""
         return self.count != 1
 
     def check_shrink(self, *, plan: str | None) -> None:
@@ -178,7 +178,7 @@ class ReplicasConfig:
             )
 
     def num_stages(self, ranks: int) -> int:
-        """How many stages there are on so many ranks, at least."""
+        """Return the least number of stages on so many ranks."""
         if self.auto:
             return 1
         return len(self.count) if isinstance(self.count, list) else max(1, ranks // self.count)
@@ -217,7 +217,7 @@ class ReplicasConfig:
             )
 
     def of_stages(self, num_stages: int) -> list[int]:
-        """How many each stage has, at least."""
+        """Return the least number that each stage has."""
         if self.auto:
             return [1] * num_stages
         return list(self.count) if isinstance(self.count, list) else [self.count] * num_stages

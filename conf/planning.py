@@ -10,7 +10,7 @@ from .schema import PlanConfig
 
 @dataclass
 class PlanningMemoryConfig(MemoryConfig):
-    """How much memory there is, where things wait, and whether to list what fills it.
+    """Limits of memory, the tiers of what waits, and whether to list what fills it.
 
     Attributes:
         table: print what every layer saves for its backward, and write all of it to memory.csv

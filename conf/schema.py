@@ -1,4 +1,4 @@
-"""What may be configured: one dataclass per command, each option with its default, its meaning and its rule.
+"""Options of the commands: one dataclass per command, each option with its default, its meaning and its rule.
 
 Hydra checks names and types against these classes; rules between options are checked in ``__post_init__``,
 which runs when ``OmegaConf.to_object`` makes the object. Plain dataclasses, since Hydra writes to them. Their
@@ -26,7 +26,7 @@ TWO_A_RANK = ("interleaved", "zbv", "dualpipev")  # schedules whose ranks take t
 
 @dataclass
 class PlanConfig:
-    """What a plan depends on; the options of ``penstock plan``.
+    """Options of ``penstock plan``: all that a plan depends on.
 
     Attributes:
         model: the network; model._target_=my.Net for your own
@@ -202,11 +202,11 @@ class TrainConfig(PlanConfig):
 
     @property
     def streams(self) -> bool:
-        """Whether micro-batches are in flight between steps, so that a checkpoint drains them."""
+        """True if micro-batches are in flight between steps, so that a checkpoint drains them."""
         return self.schedule == "async_1f1b" or self.weights == "double_buffered"
 
     def _keeps_ranks(self) -> str | None:
-        """What does not let ranks become fewer, as it was typed."""
+        """Return the option, as typed, that does not let ranks become fewer."""
         if self.streams:
             return f"weights={self.weights} of schedule={self.schedule}, which resumes on the same cuts"
         if self.replicas.several:

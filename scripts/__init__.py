@@ -1,3 +1,3 @@
-"""What people type: ``penstock train | plan``, and short programs to copy from.
+"""Commands: ``penstock train | plan | export | cache``, and short programs to copy from.
 
 It reads options and words refusals. It must not hold anything that a program would want to import."""

@@ -179,7 +179,7 @@ def _try(name: str, schema: type[Any], typed: flags.Typed, early: Check) -> RunF
 
 
 def _resumes(config: DictConfig) -> bool:
-    """Whether the run that did not finish in the same folder may go on."""
+    """True if the run that did not finish in the same folder may go on."""
     return OmegaConf.select(config, "resume", default=None) == AGAIN
 
 

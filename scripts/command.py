@@ -73,7 +73,7 @@ def run(arguments: list[str], **how: Any) -> int:
 
 
 def unloadable(error: ImportError) -> PenstockError:
-    """What a library that does not load, as under a limit of memory, is to whoever typed the command."""
+    """Return a sentence about a library that does not load, as under a limit of memory."""
     remedy = "raise the limit of the memory of a process (ulimit -v), or install it anew"
     return PenstockError(f"a library cannot be loaded: {error}; {remedy}")
 

@@ -36,7 +36,7 @@ ELSEWHERE |= {"--experimental-rerun"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
-    """What was typed: flags by their long names, and options in their order."""
+    """Words of a command line: flags by their long names, and options in their order."""
 
     flags: dict[str, str] = field(default_factory=dict)
     options: list[str] = field(default_factory=list)

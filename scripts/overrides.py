@@ -1,4 +1,4 @@
-"""What was typed, ``KEY=VALUE`` after ``KEY=VALUE``: made ready for Hydra, and found when Hydra refuses it.
+"""Options as typed, ``KEY=VALUE`` after ``KEY=VALUE``: made ready for Hydra, and found when Hydra refuses it.
 
 Hydra reports what it could not compose, not always which argument was to blame; adding the arguments
 one by one to the defaults finds the first that fails."""
@@ -96,7 +96,7 @@ def unknown(full: str, known: Sequence[str]) -> str:
 
 
 def _of_a_file(name: str, error: Exception) -> str:
-    """What is wrong with a configuration as it lies in its file."""
+    """Return the mistake in a configuration as it is in its file."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == name:
         return f"--config-name {name}: there is no {name}.yaml; say where it lies with --config-dir"
     cause, place = error.__cause__ or error.__context__ or error, _IN_A_FILE.match(str(error))

@@ -1,4 +1,4 @@
-"""How the command ends when a person or the system stops it: one sentence, and the code a shell expects.
+"""End of the command when a person or the system stops it: one sentence, and the code a shell expects.
 
 The first signal unwinds the run, so that its ranks end with it; a second one ends everything at once. Python
 hears a signal only between two of its own steps, and a layer or a wait may take long, so a thread hears them
@@ -28,7 +28,7 @@ SIGNALS = {
 }
 
 UNWINDING_SECONDS = 1.5
-"""How long a run may take to end by itself once it was told to."""
+"""Seconds that a run may take to end by itself after a signal."""
 
 
 def listen() -> None:
@@ -75,12 +75,12 @@ def _cut_off(number: int) -> None:
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:
-    """What a shell calls the end by that signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
+    """Return the exit code of an end by that signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
     return 128 + _number(stop)
 
 
 def sentence(stop: KeyboardInterrupt) -> str:
-    """What to tell: what stopped the command, and what is left of its runs."""
+    """Return the last sentence: what stopped the command, and what is left of its runs."""
     kept = " ".join(getattr(stop, "__notes__", ())) or "nothing was begun"
     return f"stopped by {SIGNALS[signal.Signals(_number(stop))]}; {kept}"
 
@@ -105,7 +105,7 @@ def kept(folder: RunFolder, *, command: str) -> str:
 
 
 def _told(folder: RunFolder) -> str:
-    """How many steps the metrics have."""
+    """Return the number of steps in the metrics."""
     try:
         steps = folder.metrics.read_bytes().count(b"\n")
     except OSError:

@@ -1,4 +1,4 @@
-"""What ``penstock COMMAND --help`` prints: made from the schema and the groups on disk, so never stale."""
+"""Text of ``penstock COMMAND --help``: made from the schema and the groups on disk, so never stale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a schedule, a policy of the weights and the counts of a plan go together, refused by name.
+"""Rules between a schedule, a policy of the weights and the counts of a plan, refused by name.
 
 One function on plain values, without torch, so that a command, a plan and a partition refuse in the same
 words; the policies' own rules come with their rows (``stages/weight_versions/policies.py``)."""
@@ -20,7 +20,7 @@ MOST_MICRO_BATCHES = 2**16
 
 
 def streams(schedule: str, weights: str) -> bool:
-    """Whether micro-batches flow on from batch to batch, so that only a drain empties the pipeline.
+    """True if micro-batches flow on from batch to batch, so that only a drain empties the pipeline.
 
     Raises:  PlanError: there is no such policy."""
     return schedule == STREAM or rule_named(weights).per_batch

@@ -84,7 +84,7 @@ class StashedVersion:
         return []
 
     def _own(self, tensor: Tensor) -> bool:
-        """Whether a tensor is all of its memory, which nobody else knows."""
+        """True if a tensor is all of its memory, which nobody else knows."""
         return self.ours and tensor.untyped_storage().resizable()
 
     def _pack(self, place: int, tensor: Tensor, store: Store) -> None:
@@ -411,7 +411,7 @@ class WeightStashing(LatestWeights):
         return self._version(number, tensors.values())
 
     def _needed(self, version: StashedVersion, newest: int) -> bool:
-        """Whether ``version`` is read again when there are ``newest`` updates."""
+        """True if ``version`` is read again when there are ``newest`` updates."""
         if any(version is other for other in self.running.values()):
             return True
         following = self.rule.version(max(self.next, newest), self.stage, self.num_stages)

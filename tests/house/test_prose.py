@@ -8,7 +8,7 @@ from pathlib import PurePath
 import pytest
 from checkout import ROOT, files
 
-DOCSTRING_FOLDERS = ("compression", "pipeline", "tests")
+DOCSTRING_FOLDERS = ("compression", "conf", "pipeline", "scripts", "stages", "tests")
 NAME_FOLDERS = ("compression", "pipeline")
 FIRST_WORDS = ("What", "Where", "Which", "Who", "Whose", "How", "Whether")
 NO_NAMES = {"told", "said", "made", "found", "near", "away", "lose", "apart", "laid", "again", "unseen"}
