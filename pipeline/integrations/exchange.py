@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,9 @@ from ...compression.codec_cost import candidates, sample, trial
 from ...compression.errors import CodecError, TransportError
 from ...compression.frame import FrameSpec, frame_bytes, written_by
 from ...compression.names import AUTO, check_name, lossless
-
-PROBE_BYTES = 1 << 18  # of the message that measures a link
+from ...stages.units import show_bytes
+from ..distributed.process_group import World
+from ..distributed.transport import measured_rates
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Transfers:
 
     def __str__(self) -> str:
         ratio = self.bytes_raw / max(1, self.bytes_sent)
-        return f"{self.bytes_raw / 2**20:.1f} MiB -> {self.bytes_sent / 2**20:.1f} MiB ({ratio:.2f}x)"
+        return f"{show_bytes(self.bytes_raw)} -> {show_bytes(self.bytes_sent)} ({ratio:.2f}x)"
 
 
 class Packing:
@@ -40,7 +40,7 @@ class Packing:
     """
 
     def __init__(self, codec: str, group: dist.ProcessGroup | None, *, deadline: float) -> None:
-        """Join the other ranks of ``group``, and measure the link to the next one if the codec is ``auto``.
+        """Join the other ranks of ``group``, and measure the links to the next ones if the codec is ``auto``.
 
         Raises:
             CodecError: no lossless codec has this name.
@@ -53,11 +53,11 @@ class Packing:
             raise TransportError(
                 f"frames travel over gloo here, found a group of {backend}; make one of gloo"
             )
-        _join(group, deadline)
+        world = _joined(group, deadline)
         self.codec, self.transfers = codec, Transfers()
         self._chosen: dict[Hashable, str] = {}
         self._pool = Pool()
-        self._bytes_per_second = _measure_link(group) if codec == AUTO else 0.0
+        self._bytes_per_second = _slowest_link(world) if codec == AUTO else 0.0
 
     def pack(self, tensor: Tensor, flow: Hashable, *, mask: Tensor | None = None) -> Tensor:
         """Return the frame of ``tensor``; ``mask`` as for ``encode``."""
@@ -129,32 +129,23 @@ def exchange(
     return [part if k == rank else packing.unpack(rooms[k], likes[k])[0] for k, part in enumerate(parts)]
 
 
-def _join(group: dist.ProcessGroup | None, deadline: float) -> None:
-    """Wait for all ranks of a group, by ``deadline`` seconds."""
+def _joined(group: dist.ProcessGroup | None, deadline: float) -> World:
+    """Wait for all ranks of a group, by ``deadline`` seconds where it is somebody's own; return them."""
     try:
-        dist.monitored_barrier(group, timeout=timedelta(seconds=deadline), wait_all_ranks=True)
-    except RuntimeError as error:
+        world = World(group or dist.group.WORLD, deadline=deadline)
+        world.all_gather([0.0], at="packing transfers")
+    except RuntimeError as error:  # of a group that torch cannot make
         reason = str(error).splitlines()[0]
         raise TransportError(
             f"all ranks of a group make this call at the same place, found some missing after {deadline:g} s "
             f"({reason}); call it on each"
         ) from error
+    return world
 
 
-def _measure_link(group: dist.ProcessGroup | None) -> float:
-    """Return the bytes per second to the next rank while the one before sends, the fastest of three."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if size == 1:
-        return float("inf")
-    sent, came = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.empty(PROBE_BYTES, dtype=torch.uint8)
-    fastest = float("inf")
-    for _ in range(3):
-        began = time.perf_counter()
-        operations = [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, came, group=group, group_peer=(rank - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        fastest = min(fastest, time.perf_counter() - began)
-    return PROBE_BYTES / fastest
+def _slowest_link(world: World) -> float:
+    """Return the bytes per second of this rank's slower link to its neighbours; collective."""
+    size = world.size
+    ring = sorted({(rank, (rank + step) % size) for rank in range(size) for step in (1, -1)} - {(0, 0)})
+    rates = measured_rates(world, ring, deadline=world.deadline)
+    return min((rate for (source, _), rate in rates.items() if source == world.rank), default=math.inf)
