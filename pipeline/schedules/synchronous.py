@@ -3,7 +3,7 @@
 Each is a pure function of (stages_of_rank, num_micro_batches, extra_in_flight) to one program per rank, and
 begins with the timeline of a small case: ``..`` is a wait, ``==`` goes on with a backward."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ...compression.errors import ScheduleError
@@ -178,13 +178,9 @@ def zbv(
     """
     # rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 === 3F2 3I2 3W2 0B1 === 0B2 === ...
     # rank 1   ... 1F0 2F0 1F1 2F1 2B0 === 1F2 1I0 1W0 2F2 2B1 === 1I1 2I2 1I2 1W1 2W2 1W2
-    check_counts(num_micro_batches, extra_in_flight)
-    check_layout("zbv", stages_of_rank)
-    check_no_extra("zbv", extra_in_flight)
     num_ranks, programs = len(stages_of_rank), []
-    for rank, (down, up) in enumerate(stages_of_rank):
-        links = num_ranks - 1 - rank
-        work = Ascending((down, up), num_micro_batches)
+    ranks = _ranks_of_a_v("zbv", stages_of_rank, num_micro_batches, extra_in_flight)
+    for rank, links, down, up, work in ranks:
         for _ in range(2 * links + 1):  # until the first comes back up
             work.take(down, "F")
         for _ in range(rank):
@@ -223,13 +219,9 @@ def dualpipev(
     """
     # r0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 === 3F2 0B0 === 3B2 === 3F3 ... 0B1 === 3B3 === 0B2 === 0B3 ===
     # r1 ... 1F0 2F0 1F1 2F1 1F2 2B0 === 2F2 1B0 === 1F3 2B1 === 2F3 1B1 === 2B2 === 1B2 === 2I3 1I3 2W3 1W3
-    check_counts(num_micro_batches, extra_in_flight)
-    check_layout("dualpipev", stages_of_rank)
-    check_no_extra("dualpipev", extra_in_flight)
     num_ranks, programs = len(stages_of_rank), []
-    for rank, (down, up) in enumerate(stages_of_rank):
-        links = num_ranks - 1 - rank
-        work = Ascending((down, up), num_micro_batches)
+    ranks = _ranks_of_a_v("dualpipev", stages_of_rank, num_micro_batches, extra_in_flight)
+    for rank, links, down, up, work in ranks:
         for _ in range(2 * links):  # until the first comes back up
             work.take(down, "F")
         for _ in range(rank + 1):
@@ -259,3 +251,18 @@ def dualpipev(
             work.take(stage, "W")
         programs.append(work.program)
     return programs
+
+
+def _ranks_of_a_v(
+    schedule: str, stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra_in_flight: int
+) -> Iterator[tuple[int, int, int, int, Ascending]]:
+    """Yield each rank of a V, the links below it, its stages down and up, and their work, still to be ordered.
+
+    Raises:
+        ScheduleError: The counts or the stages do not suit.
+    """
+    check_counts(num_micro_batches, extra_in_flight)
+    check_layout(schedule, stages_of_rank)
+    check_no_extra(schedule, extra_in_flight)
+    for rank, (down, up) in enumerate(stages_of_rank):
+        yield rank, len(stages_of_rank) - 1 - rank, down, up, Ascending((down, up), num_micro_batches)
