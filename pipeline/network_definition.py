@@ -1,6 +1,6 @@
 """A network as a list of layers: modules of ``torch.nn`` by name, their arguments, and what each reads.
 
-The list is the dependency graph that ``penstock plan graph=true`` draws. A file holds it as YAML:
+It is traced like any other model, so ``penstock plan graph=true`` draws it. A file holds it as YAML:
 
     inputs: [image]                                   # optional; a network has one input named "input"
     layers:

@@ -21,7 +21,7 @@ from ...compression.errors import TransportError
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
 SAME_SECONDS = 1.0
-"""What comes so soon behind the first is the same request: a batch system and a launcher both send it."""
+"""Signals this close are one request: a batch system and a launcher both send it."""
 
 
 class Stopped(KeyboardInterrupt):
