@@ -256,7 +256,7 @@ def dualpipev(
 def _ranks_of_a_v(
     schedule: str, stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra_in_flight: int
 ) -> Iterator[tuple[int, int, int, int, Ascending]]:
-    """Yield each rank of a V, the links below it, its stages down and up, and their work, still to be ordered.
+    """Yield each rank of a V, the links below it, its stages down and up, and their work to be ordered.
 
     Raises:
         ScheduleError: The counts or the stages do not suit.
