@@ -118,7 +118,9 @@ class ReplicasConfig:
     Attributes:
         count: ranks of every stage; of each by a list such as [2,1]; ranks= is their sum; auto: the fastest
         exact: they add gradients micro-batch by micro-batch, for the bits of one rank; takes memory and bytes
-        sharded: each updates some parameters for all, and keeps the optimizer's state of these only
+        sharded: each updates some parameters for all, and keeps the optimizer's state of these only;
+            always so with memory.parameters=
+        owner: which one updates a parameter then: spread, by bytes; or first, all of them
         shrink: a replica that is lost is done without: the run goes on from its last checkpoint
         shares: even; measured, by speed, as it is from step to step; or weights of all ranks: [3,1]
         threads: in training all ranks are threads of one process
@@ -128,6 +130,7 @@ class ReplicasConfig:
     count: Any = 1
     exact: bool = False
     sharded: bool = False
+    owner: str = "spread"
     shrink: bool = False
     shares: Any = "even"
     threads: bool = False

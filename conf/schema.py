@@ -106,8 +106,12 @@ class PlanConfig:
         if self.stages is not None:
             return self.stages
         if self.replicas.several:
-            return self.replicas.num_stages(self.ranks)
-        return 2 * self.ranks if self.schedule in TWO_A_RANK else self.ranks
+            return self.replicas.num_stages(self.ranks) * self._stages_a_rank
+        return self.ranks * self._stages_a_rank
+
+    @property
+    def _stages_a_rank(self) -> int:
+        return 2 if self.schedule in TWO_A_RANK else 1
 
     def _check_stages(self) -> None:
         if self.cuts is not None and self.stages not in (None, self.num_stages):
@@ -116,7 +120,8 @@ class PlanConfig:
                 " leave out one of them"
             )
         if self.replicas.several:
-            self.replicas.check(num_stages=self.num_stages, ranks=self.ranks)
+            if self._stages_a_rank == 1:  # else the schedule says how many ranks suit
+                self.replicas.check(num_stages=self.num_stages, ranks=self.ranks)
         elif self.ranks > self.num_stages:
             asked = f"stages={self.stages}" if self.cuts is None else f"cuts={shown(self.cuts)}"
             raise ConfigError(

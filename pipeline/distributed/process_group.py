@@ -506,6 +506,13 @@ class ReplicaGroup:
         """The largest over the replicas, place by place, in place."""
         self._do(lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group), at, numbers)
 
+    def push(self, item: torch.Tensor, *, source: int, target: int, at: str) -> None:
+        """Fill ``item`` of the ``target``-th replica with that of the ``source``-th."""
+        if self.place == source:
+            self._do(lambda: self.group.send([_raw(item)], target, 0).wait(), at, item)
+        elif self.place == target:
+            self._do(lambda: self.group.recv([_raw(item)], source, 0).wait(), at, item)
+
     def scatter(self, piece: torch.Tensor, pieces: Sequence[torch.Tensor], source: int, *, at: str) -> None:
         """Fill ``piece`` with the one for this replica of the ``pieces`` that the ``source``-th has."""
         mine = [_raw(one) for one in pieces] if source == self.place else None

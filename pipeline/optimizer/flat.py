@@ -17,6 +17,7 @@ from ...compression.errors import StageError
 from .optimizers import Named
 
 Buffers = Mapping[torch.dtype, torch.Tensor]
+Gradients = Sequence[torch.Tensor | None]
 SLICE_BYTES = 4 << 20  # long against the time that a collective takes to begin, short against a backward
 
 
@@ -52,7 +53,8 @@ class FlatGradients:
 
     Args:    pieces: into how many equal parts a buffer must go.
              owners: by place the replica that updates a parameter; none: all of them do.
-             slice_bytes: how long a slice is, but for its last parameter."""
+             slice_bytes: how long a slice is, but for its last parameter.
+             reuses: memory of buffers stays for the next step."""
 
     def __init__(
         self,
@@ -61,8 +63,10 @@ class FlatGradients:
         pieces: int,
         owners: Sequence[int] = (),
         slice_bytes: int = SLICE_BYTES,
+        reuses: bool = True,
     ) -> None:
-        self.owners = owners or [None] * len(named)
+        self.owners, self.reuses = owners or [None] * len(named), reuses
+        self.layouts = [torch.empty_like(p, device="meta", requires_grad=False) for _, p in named]
         self.named, self.offsets, self.sizes = named, dict[torch.dtype, list[tuple[int, int]]](), {}
         for place, (_, parameter) in reversed([*enumerate(named)]):
             if adds_up(parameter.dtype):
@@ -94,14 +98,15 @@ class FlatGradients:
 
     def give_back(self, *spent: dict[torch.dtype, torch.Tensor]) -> None:
         """Nobody reads these buffers any more, nor writes them."""
-        self._spent += spent
+        if self.reuses:
+            self._spent += spent
 
-    def gather(self) -> dict[torch.dtype, torch.Tensor]:
-        """Copies of the gradients that there are, of all parameters together; raises what ``take`` does."""
+    def gather(self, gradients: Gradients) -> dict[torch.dtype, torch.Tensor]:
+        """Copies of the ``gradients`` by place, of all parameters together; raises what ``take`` does."""
         found = self.buffers()
         for dtype, offsets in self.offsets.items():
             for place, start in offsets:
-                self.take(found[dtype], place, start)
+                self.take(found[dtype], place, start, gradients[place])
         return found
 
     def gather_parameters(self, flats: Buffers, one: Slice) -> None:
@@ -117,43 +122,43 @@ class FlatGradients:
     def _parts(self, flats: Buffers, one: Slice) -> Iterator[tuple[int, torch.Tensor]]:
         start = one.start
         for place in one.places:
-            parameter = self.named[place][1]
-            yield place, flats[one.dtype][start : (start := start + parameter.numel())].view(parameter.shape)
+            layout = self.layouts[place]
+            yield place, flats[one.dtype][start : (start := start + layout.numel())].view(layout.shape)
 
-    def take(self, flat: torch.Tensor, place: int, start: int) -> None:
+    def take(self, flat: torch.Tensor, place: int, start: int, gradient: torch.Tensor | None) -> None:
         """Copy the gradient of the parameter at ``place``, -0.0 for none, to ``flat`` from ``start`` on.
 
         Raises: StageError: it is not dense."""
-        name, parameter = self.named[place]
-        if (gradient := parameter.grad) is None:
-            flat[start : start + parameter.numel()].fill_(_none(flat.dtype))
+        if gradient is None:
+            flat[start : start + self.layouts[place].numel()].fill_(_none(flat.dtype))
             return
         if gradient.layout != torch.strided:
+            name, _ = self.named[place]
             raise StageError(
                 f"replicas add up dense gradients, and {name} has a sparse one; make its layer with "
                 "sparse=False, or take one rank a stage"
             )
         flat[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
 
-    def has(self) -> torch.Tensor:
-        """For each parameter 1 if it has a gradient now, else 0."""
-        return torch.tensor([int(p.grad is not None) for _, p in self.named], dtype=torch.uint8)
+    def spread(
+        self, flats: Buffers, has: Sequence[int], *, like: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor | None]:
+        """Return the gradients of ``flats`` by place; None where no replica ``has`` one.
 
-    def spread(self, flats: Buffers, has: torch.Tensor, *, like: Sequence[torch.Tensor | None]) -> None:
-        """Make the gradients those of ``flats``; None where no replica ``has`` one.
-
-        Args:    like: by place what to write them into; None: made anew, in the layout of the parameter."""
-        told = has.tolist()
+        Args:    like: by place what to write them into; None, or on the meta device: made anew, in the layout
+                 of this, or of the parameter."""
+        found: dict[int, torch.Tensor | None] = {}
         for dtype, offsets in self.offsets.items():
             for place, start in offsets:
-                parameter = self.named[place][1]
-                if not told[place]:
-                    parameter.grad = None
-                    continue
-                into = like[place]
-                gradient = torch.empty_like(parameter, requires_grad=False) if into is None else into
-                flat = flats[dtype][start : start + parameter.numel()]
-                parameter.grad = gradient.copy_(flat.view(parameter.shape))
+                layout, into = self.layouts[place], like[place]
+                if has[place] and (into is None or into.is_meta):
+                    device = self.named[place][1].device
+                    into = torch.empty_like(layout if into is None else into, device=device)
+                flat = flats[dtype][start : start + layout.numel()]
+                found[place] = (
+                    into.copy_(flat.view(layout.shape)) if has[place] and into is not None else None
+                )
+        return found
 
 
 def adds_up(dtype: torch.dtype) -> bool:

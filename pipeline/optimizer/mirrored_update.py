@@ -159,6 +159,8 @@ class MirroredUpdate(Update):
         ):
             return
         for place, turn in enumerate([*mirror.turns, self._rest[stage]]):
+            if self.divided and not (in_turn and in_turn.has(place)):
+                continue  # another replica updates all of it
             mirror.prefetch(place + 1)
             with mirror.whole(turn) if place < len(mirror.turns) else contextlib.nullcontext():
                 self._scale(stage, turn)

@@ -43,6 +43,10 @@ class InTurn:
         groups = [group["params"] for group in optimizer.param_groups]
         self._parts = [[[p for p in group if id(p) in turn] for group in groups] for turn in members]
 
+    def has(self, turn: int) -> bool:
+        """True if the optimizer has a parameter of this turn."""
+        return any(self._parts[turn])
+
     def step_of(self, turn: int) -> None:
         """Update the parameters of one turn, if the optimizer has any of them."""
         parts, groups = self._parts[turn], self.optimizer.param_groups

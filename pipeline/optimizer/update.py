@@ -67,6 +67,7 @@ class Update:
         self.names = {id(parameter): name for name, parameter in self.named.items()}
         self.owner, self.optimizer = owner, optimizer
         self.clip, self.scope, self.together = clip, scope, together
+        self.divided = divided
         mine = {n for n in self.named if owner[n] == world.rank} if divided else None
         self.optimizers = make_optimizers(optimizer, parameters, mine=mine)
         for stage, made in self.optimizers.items():

@@ -57,10 +57,12 @@ def replica_counts(
     stages: int | None,
     ranks: int | None,
     given: Sequence[int] | None,
-) -> tuple[int, ...]:
-    """Return the number of replicas of each stage; a number is that of every stage.
+    schedule: str,
+) -> tuple[tuple[int, ...], int | None]:
+    """Return the number of replicas of each stage, and of ranks without them, None for as many as suit.
 
-    ``ranks`` give the number of stages where nothing else does."""
+    A number is that of every stage. ``ranks`` give the number of stages where nothing else does."""
+    a_rank = 1 if layout(schedule) == "neighbours" else 2
     listed = list(replicas) if isinstance(replicas, Sequence) and not isinstance(replicas, str) else None
     for one in [replicas] if listed is None else listed:
         if type(one) is not int or one < 1:
@@ -81,13 +83,20 @@ def replica_counts(
             raise PlanError(
                 f"{replicas} replicas of every stage take a multiple of {replicas} ranks, found ranks={ranks}"
             )
-        counts = (replicas,) * _num_stages(stages, given, ranks // replicas if ranks else None)
+        counts = (replicas,) * _num_stages(stages, given, a_rank * (ranks // replicas) if ranks else None)
+    if a_rank > 1:
+        if len(set(counts)) > 1 or (ranks or 0) % counts[0]:
+            raise PlanError(
+                f"a rank of {schedule} runs stages that have the same replicas, found ranks={ranks} for "
+                f"replicas {list(counts)}; give one number, and ranks= a multiple of it"
+            )
+        return counts, ranks // counts[0] if ranks else None
     if ranks not in (None, sum(counts)):
         raise PlanError(
             f"every replica of a stage has a rank of its own, found ranks={ranks} for replicas "
             f"{list(counts)}; take ranks={sum(counts)}"
         )
-    return counts
+    return counts, len(counts)
 
 
 def stage_counts(

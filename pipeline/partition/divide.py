@@ -14,8 +14,7 @@ from typing import Any
 
 from ...compression.errors import PlanError
 from ...stages.plan.plan import Asked, Plan
-from ...stages.plan.validation import check_replicated
-from ..schedules.replicated import step_programs
+from ..schedules.replicated import check_divided, step_programs
 from ..schedules.simulate import simulate_plan
 from .choose import TooSmall
 
@@ -32,7 +31,7 @@ def shortest(cut: Cut, asked: dict[str, Any], *, stages: Sequence[int]) -> Plan:
     Args:    cut: ``partition``; asked: all that it is asked for.
              stages: how many there may be.
     Raises:  PlanError: no division suits; of several that do not fit, the one that asks for the least."""
-    check_replicated("replicas=auto", schedule=asked["schedule"], weights=asked["weights"])
+    check_divided("replicas=auto", schedule=asked["schedule"], weights=asked["weights"])
     ranks, idle, micro_batches = (asked[name] for name in ("ranks", "idle", "micro_batches"))
     rest = {name: value for name, value in asked.items() if name not in DIVIDED}
     used = range(1, ranks + 1) if idle else [ranks]

@@ -125,6 +125,7 @@ def partition(
     replicas: int | str | Sequence[int] = 1,
     exact: bool = False,
     sharded: bool = False,
+    owner: str = "spread",
     shares: Sequence[int] = (),
     idle: bool = False,
     disk_rate: float | None = None,
@@ -158,7 +159,9 @@ def partition(
             ``ranks`` are dealt so that the simulated step is shortest, over ``stages`` if given, else over
             as many as suits it.
         exact: replicas add up gradients in the plain loop's order, for its bits.
-        sharded: each replica updates some parameters, and keeps the optimizer's state of these only.
+        sharded: each replica updates some parameters, and keeps the optimizer's state of these only; always
+            so where ``parameters_tier`` has them.
+        owner: the replica that updates a parameter then: "spread", by bytes, or "first", all of them.
         shares: how much of its stage each rank takes, by weight ([3, 1]: three micro-batches of four); for
             all ranks in their order, where there are replicas. Default: as many.
         idle: of "auto": ranks that would not shorten the simulated step are left out.
@@ -181,19 +184,24 @@ def partition(
         return shortest(partition, {**asked_for, **open_}, stages=numbers)
     # 2. numbers of stages, ranks and replicas, and the places to cut
     several: tuple[int, ...] | None = None
+    ranks_of: list[range] = []  # of each stage, where there are replicas
     weighed: tuple[tuple[int, ...], ...] = ()
     asked = {"stages": stages, "ranks": ranks, "cuts": tuple(cuts) if cuts else None}
     if replicas != 1:
-        several = replica_counts(replicas, stages=stages, ranks=ranks, given=given)
-        check_replicas(dealt(several), schedule=schedule, weights=weights, micro_batches=micro_batches)
-        weighed = split_shares(shares, dealt(several)) if shares else ((),) * len(several)
-        stages = ranks = len(several)  # cut for one rank a stage
+        several, ranks = replica_counts(replicas, stages=stages, ranks=ranks, given=given, schedule=schedule)
+        stages = len(several)
+        sharded = sharded or (max(several) > 1 and parameters_tier != "device")
     stages, ranks = sizes(stages, ranks, given, schedule, program)
     places = allowed_cuts(profile) if given is None else given
     check_places(profile, places, stages)
     fixed = None
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)
+    if several:
+        groups = dealt([several[0]] * ranks if fixed else several)
+        ranks_of = [groups[place] for place in fixed or range(stages)]
+        check_replicas(ranks_of, schedule=schedule, weights=weights, micro_batches=micro_batches)
+        weighed = split_shares(shares, ranks_of) if shares else ((),) * stages
     # 3. the schedule's programs, which say what each rank holds at once
     extra = extra_in_flight if isinstance(extra_in_flight, int) else 0
     held: Any = {"tier": tier, "weights_tier": weights_tier, "parameters_tier": parameters_tier}
@@ -204,8 +212,11 @@ def partition(
         each = micro_batches
         one, laid = schedule_named(schedule, program), stages_on(fixed or range(ranks))
         if several:
-            one = replicated(one, dealt(several), shares=weighed, deepens=schedule == DEEPENED)
-            laid = [[stage] for stage, number in enumerate(several) for _ in range(number)]
+            one = replicated(one, ranks_of, shares=weighed, deepens=schedule in DEEPENED)
+            laid = [
+                [stage for stage, own in enumerate(ranks_of) if rank in own]
+                for rank in range(1 + max(map(max, ranks_of)))
+            ]
         make = functools.partial(one, laid, each)
 
     def there(programs: Programs) -> list[Copies]:
@@ -215,7 +226,7 @@ def partition(
         each_has = [counts_of(own or (1,) * n, micro_batches) for n, own in dealing]
         exchanged = [exchanges(those, exact=exact) for those in each_has]
         whole = 1.0 if optimizer_state is None else optimizer_state
-        states = [whole / (n if sharded else 1) for n, _ in dealing]
+        states = [whole / (n if sharded and owner == "spread" else 1) for n, _ in dealing]
         return [
             copies(number, old_versions=old, exchanged=more, optimizer_state=state, **options)
             for (number, old), more, state in zip(counts, exchanged, states, strict=True)
@@ -242,7 +253,7 @@ def partition(
     made = Plan(
         stages=tuple(
             costs.stage(
-                *span, place, staying=stay, ranks=tuple(dealt(several)[rank]) if several else (rank,), **held
+                *span, place, staying=stay, ranks=tuple(ranks_of[place]) if several else (rank,), **held
             )
             for (span, place, rank), stay in zip(spans, staying, strict=True)
         ),
@@ -259,6 +270,7 @@ def partition(
         program=tuple(program),
         exact=exact,
         sharded=sharded,
+        owners=owner,
         asked=Asked(**asked, replicas=several),
         **{name: getattr(profile, name) for name in known},
     )

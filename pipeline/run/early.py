@@ -19,14 +19,14 @@ from ...conf.rules import count_or_auto
 from ...conf.schema import PlanConfig, TrainConfig
 from ...stages.plan.plan import Plan, check_tiers
 from ...stages.plan.plan_stage import split_shares
-from ...stages.plan.validation import check_mirror, check_replicas, check_replicated, check_versions
+from ...stages.plan.validation import check_mirror, check_replicas, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
 from ..data.options import check_files
 from ..distributed.launcher import Launched, check_ranks
 from ..schedules import schedule_named
 from ..schedules.building_blocks import layout, placed, placement, stages_on
 from ..schedules.custom import load_program
-from ..schedules.replicated import dealt
+from ..schedules.replicated import check_divided, dealt
 
 ALL = "all"
 """The schedule that stands for every one: they are compared, and the best is planned."""
@@ -125,7 +125,8 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
     decided["memory.parameters"] = plan.of_stages("parameters_tier")
     counts = list(plan.replicas)
     decided["replicas.count"] = counts if len(set(counts)) > 1 else counts[0]
-    decided |= {"replicas.exact": plan.exact, "replicas.sharded": plan.sharded}
+    decided |= {f"replicas.{name}": getattr(plan, name) for name in ("exact", "sharded")}
+    decided["replicas.owner"] = plan.owners
     decided["replicas.shares"] = _shares_by(plan, config.replicas.shares)
     for key, value in decided.items():
         group, _, name = key.rpartition(".")
@@ -218,15 +219,17 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     tier = config.memory.parameters.replace(AUTO, "device")
     counts = config.replicas.of_stages(config.num_stages)
     several = {"schedule": config.schedule, "weights": config.weights}
-    check_mirror(**several, parameters_tier=tier, replicas=max(counts))
+    check_mirror(**several, parameters_tier=tier)
     check_replicas(dealt(counts), **several, micro_batches=config.micro_batches)
     if config.replicas.auto:
-        check_replicated("replicas.count=auto", **several)
+        check_divided("replicas.count=auto", **several)
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):
             placed(lines)
         return
-    ranks = config.num_stages if config.replicas.several else config.ranks  # one a stage is dealt over them
+    ranks = config.ranks
+    if config.replicas.several:  # one rank is dealt over its replicas
+        ranks = config.num_stages if layout(config.schedule) == "neighbours" else ranks // max(counts)
     rank_of = placement(config.schedule, stages=config.num_stages, ranks=ranks)
     schedule(stages_on(rank_of), config.micro_batches, extra_in_flight=extra)
 

@@ -224,6 +224,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         "replicas": config.replicas.count,
         "exact": config.replicas.exact,
         "sharded": config.replicas.sharded,
+        "owner": config.replicas.owner,
         "shares": config.replicas.shares if isinstance(config.replicas.shares, list) else (),
         "idle": config.replicas.idle,
         "optimizer_state": state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None,

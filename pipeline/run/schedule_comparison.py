@@ -214,7 +214,7 @@ def _memory(
         options |= {name: getattr(stage, name) for name in decided}
         counts = counts_of(plan.shares[number], plan.micro_batches)
         options["exchanged"] = exchanges(counts, exact=plan.exact)
-        if plan.sharded:
+        if plan.sharded and plan.owners == "spread":
             options["optimizer_state"] = (1.0 if state is None else state) / len(counts)
         there = copies(in_flight, old_versions=versions[number] - 1, **options)
         return there.of(**sizes[number], entered=plan.bytes_entering(number), staying=stage.staying_bytes)

@@ -201,16 +201,19 @@ class Engine:
         assert index is not None
         run = stage.backward if instruction.op is Op.B else stage.backward_inputs
         arrived = self.frames.receive(step, instruction)
-        with self.replicas.backward(stage.index, index):
+        if instruction.op is Op.B:
+            with self.replicas.backward(stage.index, index):
+                gradients = run(index, arrived)
+        else:
             gradients = run(index, arrived)
-        if self.replicas.keeps:
-            self.replicas.keep(stage.index, index)
         self.frames.send_outputs(step, instruction, gradients)
         self.frames.release(step, instruction)
 
     def _backward_weights(self, step: Step, instruction: Instruction) -> None:
-        assert instruction.micro_batch is not None
-        self.stages[instruction.stage].backward_weights(instruction.micro_batch)
+        stage, index = self.stages[instruction.stage], instruction.micro_batch
+        assert index is not None
+        with self.replicas.backward(stage.index, index):
+            stage.backward_weights(index)
 
     def _update(self, step: Step, instruction: Instruction) -> None:
         self.update.step(instruction.stage)

@@ -53,11 +53,16 @@ class Slices:
             for handle in handles:
                 handle.remove()
 
-    def sums(self) -> dict[torch.dtype, torch.Tensor]:
+    def sums(
+        self, gathered: dict[torch.dtype, torch.Tensor] | None = None
+    ) -> dict[torch.dtype, torch.Tensor]:
         """The sums of all gradients.
 
+        Args:    gathered: buffers of them; None: of the parameters, as far as they have not gone out.
         Raises: StageError: a gradient changed after it went out. TransportError: a replica is lost."""
-        for place in self.slice_of:
+        if gathered is not None:
+            self.buffers = gathered
+        for place in self.slice_of if gathered is None else ():
             if place not in self.taken:
                 self._take(place)
             self._check(place)
@@ -96,7 +101,7 @@ class Slices:
     def _take(self, place: int) -> None:
         self.buffers = self.buffers or self.flat.buffers()
         parameter = self.flat.named[place][1]
-        self.flat.take(self.buffers[parameter.dtype], place, self.start_of[place])
+        self.flat.take(self.buffers[parameter.dtype], place, self.start_of[place], parameter.grad)
         if parameter.grad is not None:
             self.taken[place] = parameter.grad, parameter.grad._version
 

@@ -92,7 +92,9 @@ def _updaters(plan: Plan, of_stages: Sequence[Named], graph: LayerGraph) -> dict
     by one."""
     found = {}
     for stage, named in zip(plan.stages, of_stages, strict=True):
-        places = owners_of([p.nbytes for _, p in named], replicas=len(stage.ranks))
+        places = [0] * len(named)
+        if plan.owners == "spread":
+            places = owners_of([p.nbytes for _, p in named], replicas=len(stage.ranks))
         found |= {name: stage.ranks[place] for (name, _), place in zip(named, places, strict=True)}
     for group in graph.shared[0]:
         names = [name for name in group if name in found]

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from ...compression.errors import Disagreement, PlanError, StageError
+from ...compression.errors import Disagreement, PlanError
+from ...stages.memory.parameter_offload import OffloadedParameters
 from ...stages.plan.plan import Plan
 from ...stages.stage.stage import Stage
 from ...stages.tracing.layers import is_local
 from ...stages.tracing.tracer import LayerGraph
 from ..distributed.process_group import ReplicaGroup, World
 from ..optimizer.clip import DTYPES
-from ..optimizer.flat import FlatGradients
 from ..schedules.instruction import Op
-from .gradient_buckets import Slices
+from .gradient_exchange import OWN, GradientExchange
 from .ownership import Ownership
 from .running_statistics import BUFFERS, RunningStatistics, batch_norms, norms_of
 from .step_planner import Step
@@ -31,34 +31,18 @@ from .step_planner import Step
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-def check_hooks(named: Named) -> None:
+def check_hooks(named: Named, *, known: Collection[int] = ()) -> None:
     """Refuse hooks that see a gradient behind each backward: of one rank the sum until then, here a part.
 
-    Raises:  PlanError: a parameter has one."""
-    if name := next((name for name, p in named if getattr(p, "_post_accumulate_grad_hooks", None)), ""):
+    Args:    known: numbers of hooks that may.
+    Raises:  PlanError: a parameter has another one."""
+    hooks = ((name, getattr(p, "_post_accumulate_grad_hooks", None) or ()) for name, p in named)
+    if name := next((name for name, numbers in hooks if set(numbers) - set(known)), ""):
         raise PlanError(
             f"replicas add up what each has of a gradient, and {name} has a hook that sees it behind each "
             "backward (register_post_accumulate_grad_hook); take a hook of the optimizer's step, or one rank "
             "a stage"
         )
-
-
-def check_separate_gradients(named: Named) -> None:
-    """Refuse gradients in one memory, as autograd gives them to two views of one shape that are added up:
-    a backward behind it adds to both what is meant for each.
-
-    Raises:  StageError: two are."""
-    seen = dict[int, str]()
-    for name, parameter in named:
-        gradient = parameter.grad
-        if gradient is None or gradient.layout != torch.strided or not gradient.numel():
-            continue
-        if (first := seen.setdefault(gradient.data_ptr(), name)) != name:
-            raise StageError(
-                f"replicas add up the gradient of each parameter, and autograd gave {first} and {name} one "
-                "tensor for both, to which every backward adds twice; read a copy of one in forward: "
-                f"{name}.clone()"
-            )
 
 
 def trained(named: Named) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,14 +142,12 @@ class Replicas:
         if max(plan.replicas) > 1 and not world.is_alone:
             world.level()
         self.groups = {s: ReplicaGroup(world, plan.stages[s].ranks, stage=s) for s in several}
-        self.flats = {
-            s: FlatGradients(
-                own.here[s], pieces=plan.replicas[s], owners=_owners(plan.stages[s].ranks, s, own)
-            )
-            for s in several
+        self.exchanges = {
+            s: _exchanges(own, s, group, mirror=stages[s].mirror) for s, group in self.groups.items()
         }
-        self.slices = {s: Slices(flat, self.groups[s]) for s, flat in self.flats.items()}
         self.statistics = {s: RunningStatistics(*norms_of(stages[s]), exact=plan.exact) for s in several}
+        self.here = own.here
+        self.mirrors = {s: stages[s].mirror for s in several}
         self.keeps = bool(several) and plan.exact
         self.updates = dict.fromkeys(several, 0)
         self.number, self.last = 0, dict[int, int | None]()
@@ -175,19 +157,16 @@ class Replicas:
         if not self.groups:
             return
         self.number = len(step.micro_batches)
-        self.last = {i.stage: i.micro_batch for i in step.program if i.op is Op.B}
-        self.kept: dict[int, dict[int, dict[torch.dtype, torch.Tensor]]] = {s: {} for s in self.groups}
-        for each in (*self.statistics.values(), *self.slices.values()):
-            each.begin()
-        self.has = {s: flat.has() * 0 for s, flat in self.flats.items()}
-        self.like: dict[int, list[torch.Tensor | None]] = {
-            s: [None] * len(flat.named) for s, flat in self.flats.items()
-        }
+        self.last = {i.stage: i.micro_batch for i in step.program if i.op in (Op.B, Op.W)}
+        for statistics in self.statistics.values():
+            statistics.begin()
         for stage, group in self.groups.items():
-            check_hooks(self.flats[stage].named)
-            if self.plan.sharded or self.plan.place_of(stage, 0) != group.place:
-                for _, parameter in self.flats[stage].named:
-                    parameter.grad = None  # one that no optimizer took away counts once, with micro-batch 0
+            named, mirror = self.here[stage], self.mirrors[stage]
+            check_hooks(named, known=mirror.hooks if mirror else ())
+            for one in self.exchanges[stage]:
+                if self.plan.sharded or self.plan.place_of(stage, 0) != group.place:
+                    one.forget()  # one that no optimizer took away counts once, with micro-batch 0
+                one.begin()
 
     def holders(self, stage: int) -> list[int]:
         """The place of the replica of ``stage`` that has each micro-batch of the step."""
@@ -198,60 +177,47 @@ class Replicas:
         found = self.statistics.get(stage)
         return _NOTHING if found is None else found.forward(micro_batch)
 
-    def backward(self, stage: int, micro_batch: int) -> contextlib.AbstractContextManager[None]:
-        """The block in which ``micro_batch`` goes backward through ``stage``."""
-        if stage not in self.slices or self.keeps or micro_batch != self.last[stage]:
-            return _NOTHING
-        return self.slices[stage].finals()
+    @contextlib.contextmanager
+    def backward(self, stage: int, micro_batch: int) -> Iterator[None]:
+        """The block in which the gradients of the weights of ``stage`` are computed of ``micro_batch``.
 
-    def keep(self, stage: int, micro_batch: int) -> None:
-        """Take the gradients of a micro-batch, which has just gone backward, so that the next starts anew."""
+        Exact replicas take them then, so that those of the next micro-batch start anew."""
         if stage not in self.groups:
-            return
-        flat, like = self.flats[stage], self.like[stage]
-        check_separate_gradients(flat.named)
-        self.kept[stage][micro_batch] = flat.gather()
-        self.has[stage] |= flat.has()
-        for place, (_, parameter) in enumerate(flat.named):
-            like[place] = parameter.grad if like[place] is None else like[place]
-            parameter.grad = None
+            yield
+        elif self.keeps:
+            yield
+            for one in self.exchanges[stage]:
+                one.keep(micro_batch)
+        elif micro_batch != self.last[stage] or self.mirrors[stage]:
+            yield
+        else:
+            with self.exchanges[stage][0].slices.finals():
+                yield
 
     def exchange(self, stage: int) -> None:
-        """Make the gradients of ``stage`` those of the whole batch, the same on all its replicas."""
+        """Make the gradients of ``stage`` those of the whole batch, where its parameters are updated."""
         if stage not in self.groups:
             return
-        flat, group = self.flats[stage], self.groups[stage]
-        if not self.keeps:
-            check_separate_gradients(flat.named)
-            self.has[stage] = flat.has()
-            self.like[stage] = [parameter.grad for _, parameter in flat.named]
-        sums = self._in_order(stage) if self.keeps else self.slices[stage].sums()
-        self.statistics[stage].exchange(group, self.number)
-        if flat.named:
-            told = torch.stack([self.has[stage], *trained(flat.named)])
-            group.largest(told, at="which gradients there are")
-            check_trained(flat.named, told[1:], stage=stage)
-            has = told[0]
-            if self.plan.sharded:  # only the sums of what this replica updates are surely here
-                has = has * torch.tensor([owner == group.place for owner in flat.owners])
-            flat.spread(sums, has, like=self.like[stage])
-            flat.give_back(sums, *self.kept[stage].values())
+        exchanges, holders = self.exchanges[stage], self.holders(stage) if self.keeps else None
+        for one in exchanges if self.mirrors[stage] and not self.keeps else ():
+            one.keep(OWN)
+        sums = exchanges[0].sums(holders)
+        self.statistics[stage].exchange(self.groups[stage], self.number)
+        has = self._gradients_anywhere(stage)
+        exchanges[0].take_over(sums, has[0])
+        for one, there in zip(exchanges[1:], has[1:], strict=True):
+            one.take_over(one.sums(holders), there)
 
-    def _in_order(self, stage: int) -> dict[torch.dtype, torch.Tensor]:
-        """Sum over micro-batches in ascending order: each replica adds up its slice for all."""
-        group, kept, holders = self.groups[stage], self.kept[stage], self.holders(stage)
-        found = self.flats[stage].buffers()
-        for dtype, sums in found.items():
-            parts = sums.chunk(group.size)
-            total, piece = parts[group.place], parts[group.place - 1]  # another's until its owner tells it
-            for micro_batch, holder in enumerate(holders):
-                pieces = kept[micro_batch][dtype].chunk(group.size) if holder == group.place else ()
-                into = piece if micro_batch else total
-                group.scatter(into, pieces, holder, at=f"the gradients of micro-batch {micro_batch}")
-                if micro_batch:
-                    total += piece
-            group.all_gather(total, into=parts, at="the sum of the gradients")
-        return found
+    def _gradients_anywhere(self, stage: int) -> Sequence[torch.Tensor]:
+        """For each parameter of each exchange 1 if a replica has a gradient of it, else 0."""
+        exchanges = self.exchanges[stage]
+        named = [pair for one in exchanges for pair in one.named]
+        if not named:
+            return [torch.zeros(0)]
+        rows = torch.stack([torch.cat([one.has for one in exchanges]), *trained(named)])
+        self.groups[stage].largest(rows, at="which gradients there are")
+        check_trained(named, rows[1:], stage=stage)
+        return rows[0].split([len(one.named) for one in exchanges])
 
     def losses(self, mine: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """The losses of all micro-batches, ascending, where the last stage is; of one replica, ``mine``."""
@@ -274,12 +240,13 @@ class Replicas:
         if stage not in self.groups:
             return
         if self.plan.sharded:
-            self.slices[stage].share_parameters()
+            for one in self.exchanges[stage]:
+                one.share()
         self.updates[stage] += 1
         if (self.updates[stage] - 1) % self.every:
             return
         group, held = self.groups[stage], self.held(stage)
-        rows = group.all_gather(digests(held.values()), at="the digest of what replicas hold")
+        rows = group.all_gather(self._digests(stage), at="the digest of what replicas hold")
         for rank, row in zip(group.ranks, rows, strict=True):
             for name, ours, theirs in zip(held, rows[0].tolist(), row.tolist(), strict=True):
                 if ours != theirs:
@@ -289,10 +256,35 @@ class Replicas:
                         f"{self.updates[stage]}; see that nothing but the pipeline writes to the model"
                     )
 
+    def _digests(self, stage: int) -> torch.Tensor:
+        """One number for the bytes of each tensor of ``stage``; of offloaded parameters turn by turn."""
+        held = self.held(stage)
+        found = dict.fromkeys(held, 0)
+        offloaded = [one for one in self.exchanges[stage] if one.mirror is not None]
+        for one in offloaded:
+            names = [name for name, _ in one.named if name in held]
+            with one.values():
+                found |= zip(names, digests(held[name] for name in names).tolist(), strict=True)
+        done = {name for one in offloaded for name, _ in one.named}
+        rest = [name for name in held if name not in done]
+        found |= zip(rest, digests(held[name] for name in rest).tolist(), strict=True)
+        return torch.tensor([found[name] for name in held], dtype=torch.int64)
 
-def _owners(ranks: Sequence[int], stage: int, own: Ownership) -> list[int]:
-    """The place among ``ranks`` of the updater of each parameter of ``stage``; none: all of them update."""
-    return [ranks.index(own.updaters[name]) for name, _ in own.here[stage] if own.updaters]
+
+def _exchanges(
+    own: Ownership, stage: int, group: ReplicaGroup, *, mirror: OffloadedParameters | None
+) -> list[GradientExchange]:
+    """Return the exchange of the parameters of ``stage``; of offloaded ones one a turn, and of the rest."""
+    named = own.here[stage]
+    owners = {name: group.ranks.index(own.updaters[name]) for name, _ in named if own.updaters}
+    turns = mirror.turns if mirror is not None else []
+    turn_of = {id(parameter): place for place, turn in enumerate(turns) for parameter in turn}
+    found = []
+    for place in range(len(turns) + 1):
+        some = [pair for pair in named if turn_of.get(id(pair[1]), len(turns)) == place]
+        offloaded = mirror if place < len(turns) else None
+        found.append(GradientExchange(some, group, owners=owners, mirror=offloaded))
+    return found
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

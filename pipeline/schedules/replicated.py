@@ -1,6 +1,6 @@
 """Programs of stages that may have replicas: a rank runs the micro-batches that are dealt to it.
 
-The schedule is asked for one rank a stage, and each of its programs is dealt over the replicas of the stage.
+The schedule is asked for one rank in place of replicas, whose program is dealt over them.
 What is left of a legal order is a legal order; and with so many times more in flight as its smallest share
 goes into all of them, every replica has as many as a rank alone would have: with equal shares, as there are
 replicas.
@@ -15,15 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from ...compression.errors import ScheduleError
+from ...compression.errors import PlanError, ScheduleError
 from ...stages.plan.plan import Plan
 from ...stages.plan.plan_stage import place_of
+from ...stages.plan.validation import check_replicated
 from ...stages.weight_versions.policies import STREAM, rule_named
 from . import Schedule, schedule_named
 from .async_1f1b import StreamState, between
+from .building_blocks import layout
 from .instruction import Instruction, Op, Programs
 
-DEEPENED = "1f1b"  # takes more in flight than its own; gpipe has all there are
+DEEPENED = ("1f1b", "zb_h1")  # take more in flight than their own; gpipe has all there are
 
 # 1f1b, replicas 2 and 1        rank 0   F0 F2 B0 .. B2         of stage 0
 #                               rank 1   F1 .. F3 B1 .. B3      of stage 0
@@ -33,8 +35,18 @@ DEEPENED = "1f1b"  # takes more in flight than its own; gpipe has all there are
 def schedule_of(plan: Plan) -> Schedule:
     """The schedule of ``plan``, which knows the replicas of its stages."""
     schedule = schedule_named(plan.schedule, plan.program)
-    ranks, deepens = [stage.ranks for stage in plan.stages], plan.schedule == DEEPENED
+    ranks, deepens = [stage.ranks for stage in plan.stages], plan.schedule in DEEPENED
     return replicated(schedule, ranks, shares=plan.shares, deepens=deepens)
+
+
+def check_divided(found: str, *, schedule: str, weights: str) -> None:
+    """Refuse to choose the replicas of stages of which a rank runs several; raises PlanError."""
+    check_replicated(found, schedule=schedule, weights=weights)
+    if layout(schedule) != "neighbours":
+        raise PlanError(
+            f"{found} divides ranks over stages that each have ranks to themselves, found "
+            f"schedule={schedule}; give a number of replicas, or take schedule=1f1b"
+        )
 
 
 def dealt(replicas: Sequence[int]) -> list[range]:
@@ -47,15 +59,14 @@ def without(plan: Plan, rank: int | None) -> Plan | None:
     """``plan`` without the replica that is ``rank``; None where its stage has no other.
 
     Stages stay as they are cut, ranks close up, and the shares of the other replicas are as they were."""
-    lost = next((s for s, stage in enumerate(plan.stages) if rank in stage.ranks), None)
-    if lost is None or plan.replicas[lost] == 1:
+    if rank not in plan.ranks or (rank,) in (stage.ranks for stage in plan.stages):
         return None
-    stages = list(plan.stages)
-    pairs = zip(stages[lost].ranks, plan.shares[lost], strict=True)
-    kept = tuple(share for one, share in pairs if one != rank)
-    stages[lost] = dataclasses.replace(stages[lost], ranks=kept, shares=kept if len(set(kept)) > 1 else ())
-    left = dealt([len(stage.ranks) for stage in stages])
-    stages = [dataclasses.replace(one, ranks=tuple(own)) for one, own in zip(stages, left, strict=True)]
+    stages = []
+    for stage, weights in zip(plan.stages, plan.shares, strict=True):
+        kept = [(one, weight) for one, weight in zip(stage.ranks, weights, strict=True) if one != rank]
+        shares = tuple(weight for _, weight in kept) if len({weight for _, weight in kept}) > 1 else ()
+        ranks = tuple(one - (one > rank) for one, _ in kept)
+        stages.append(dataclasses.replace(stage, ranks=ranks, shares=shares))
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
@@ -66,7 +77,7 @@ def replicated(
     deepens: bool,
     shares: Sequence[tuple[int, ...]] = (),
 ) -> Schedule:
-    """``schedule`` for stages that run on these ``ranks``, each with a stage of its own.
+    """``schedule`` for stages that run on these ``ranks``, each the same ones or others.
 
     Args:    deepens: it takes micro-batches in flight beyond its own.
              shares: those of the ranks of each stage; none: all alike."""
@@ -79,13 +90,12 @@ def replicated(
         stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, *, extra_in_flight: int = 0
     ) -> list[list[Instruction]]:
         extra = most * (1 + extra_in_flight) - 1 if deepens else extra_in_flight
-        whole = schedule([[stage] for stage in range(len(ranks))], num_micro_batches, extra_in_flight=extra)
-        found: dict[int, list[Instruction]] = {}
-        for program, own, weight in zip(whole, ranks, weights, strict=True):
+        found: list[list[Instruction]] = [[] for _ in stages_of_rank]
+        for program in schedule(_groups(ranks), num_micro_batches, extra_in_flight=extra):
             for instruction in program:
-                rank = own[place_of(weight, instruction.micro_batch or 0)]
-                found.setdefault(rank, []).append(instruction)
-        return [found.get(rank, []) for rank in range(len(stages_of_rank))]
+                place = place_of(weights[instruction.stage], instruction.micro_batch or 0)
+                found[ranks[instruction.stage][place]].append(instruction)
+        return found
 
     return programs
 
@@ -93,8 +103,17 @@ def replicated(
 def as_one(plan: Plan, num_micro_batches: int, *, extra_in_flight: int) -> list[list[Instruction]]:
     """The programs in one process, which has one copy of each stage: its replicas are one there, and take
     micro-batches in ascending order."""
-    schedule, stages = schedule_named(plan.schedule, plan.program), [[s] for s in range(plan.num_stages)]
-    return schedule(stages, num_micro_batches, extra_in_flight=extra_in_flight)
+    schedule = schedule_named(plan.schedule, plan.program)
+    groups = _groups([stage.ranks for stage in plan.stages])
+    return schedule(groups, num_micro_batches, extra_in_flight=extra_in_flight)
+
+
+def _groups(ranks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the stages of one rank of each set of replicas, in the order of their ranks."""
+    found: dict[tuple[int, ...], list[int]] = {tuple(own): [] for own in sorted(map(tuple, ranks))}
+    for stage, own in enumerate(ranks):
+        found[tuple(own)].append(stage)
+    return [*found.values()]
 
 
 MOST_EXTRA = 2  # micro-batches: more hide nothing that these do not

@@ -375,14 +375,14 @@ class Sides:
                 exchanged += written() - before
 
             update.exchange = counted  # all at once: no slice goes out while the backward sends frames
-            replicas.backward = lambda stage, micro_batch: contextlib.nullcontext()
+            replicas.backward = lambda stage, micro_batch: contextlib.nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
             side.pipe.step(*next(side.batches))
             exchanged, before = 0, written()
             report = side.pipe.step(*next(side.batches))
             time.sleep(SETTLING_SECONDS)
             total = written() - before
             frames = tuple(sum(getattr(s, f"{way}_sent") for s in report.stages) for way in DIRECTIONS)
-            update.exchange, replicas.backward = exchange, backward
+            update.exchange, replicas.backward = exchange, backward  # pyright: ignore[reportAttributeAccessIssue]
         rows = self.world.all_gather([total, exchanged])
         return {
             "activations": frames[0],

@@ -170,6 +170,17 @@ class EvictableParameter:
             self._gradient.drop()
             self._gradient = None
 
+    def take_gradient(self) -> EvictableTensor | Tensor | None:
+        """Hand over its gradient, which waits where it is."""
+        found = self.parameter.grad if self._gradient is None else self._gradient
+        self.parameter.grad = self._gradient = None
+        return found
+
+    def give_gradient(self, gradient: Tensor) -> None:
+        """Have this gradient wait in the store; raises StageError where it has no room."""
+        self._gradient = EvictableTensor(self._frames, gradient)
+        self.looked_at(gradient, written=True)
+
     # -- all of it, to be written -------------------------------------------------------------------------
 
     def pull(self, kept: Kept) -> None:
@@ -358,6 +369,32 @@ class OffloadedParameters:
         yield {id(p): gradient for p, gradient in zip(turn, found, strict=True) if gradient is not None}
         for one, gradient in zip(ours, found, strict=True):
             one.looked_at(gradient, written=written)
+
+    def take_gradients(self, turn: Turn) -> list[EvictableTensor | Tensor | None]:
+        """Hand over the gradients of ``turn``, which wait where they are; the parameters have none then."""
+        return [self._all[id(p)].take_gradient() for p in turn]
+
+    def give_gradients(self, turn: Turn, gradients: Sequence[Tensor | None]) -> None:
+        """Have these be the gradients of ``turn``, and wait in the store; they had none."""
+        for parameter, gradient in zip(turn, gradients, strict=True):
+            if gradient is not None:
+                self._all[id(parameter)].give_gradient(gradient)
+        self._note()
+
+    @contextlib.contextmanager
+    def values(self, turn: Turn) -> Iterator[None]:
+        """The block in which the values of ``turn`` are resident, to be read and written."""
+        for parameter in turn:
+            self._load(self._all[id(parameter)])
+        yield
+        self._note()
+        for parameter in turn:
+            self._evict(self._all[id(parameter)])
+
+    @property
+    def hooks(self) -> set[int]:
+        """Numbers of the hooks that see a gradient of these parameters behind a backward."""
+        return {one.hooks[1].id for one in self._all.values() if one.hooks}
 
     @contextlib.contextmanager
     def whole(self, turn: Turn) -> Iterator[None]:

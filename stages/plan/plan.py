@@ -21,7 +21,16 @@ from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_count, show_rate, show_seconds
 from ..weight_versions.policies import WeightPolicy, policy_named
 from .plan_stage import Placed, PlanStage
-from .validation import check_again, check_extra, check_mirror, check_replicas, check_versions, streams
+from .validation import (
+    OWNERS,
+    check_again,
+    check_extra,
+    check_mirror,
+    check_owner,
+    check_replicas,
+    check_versions,
+    streams,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +103,8 @@ class Plan(Placed):
     with the weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's
     weight gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each
     rank. ``exact``: replicas add up gradients micro-batch by micro-batch, as the plain loop does;
-    ``sharded``: each of them updates some parameters for all, and keeps the optimizer's state of these.
+    ``sharded``: each of them updates some parameters for all, and keeps the optimizer's state of these;
+    ``owners``: which one updates a parameter: "spread", by bytes, or "first", all of them.
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
@@ -118,6 +128,7 @@ class Plan(Placed):
     program: tuple[str, ...] = ()
     exact: bool = False
     sharded: bool = False
+    owners: str = "spread"
     asked: Asked | None = dataclasses.field(default=None, compare=False)
     signature: Signature | None = dataclasses.field(default=None, compare=False)
     leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
@@ -134,8 +145,8 @@ class Plan(Placed):
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
         for stage in self.stages:
             check_tiers(**{n: getattr(stage, n) for n in ("tier", "weights_tier", "parameters_tier")})
-            tier, number = stage.parameters_tier, len(stage.ranks)
-            check_mirror(schedule=self.schedule, weights=self.weights, parameters_tier=tier, replicas=number)
+            tier = stage.parameters_tier
+            check_mirror(schedule=self.schedule, weights=self.weights, parameters_tier=tier)
         if sorted(set(self.ranks)) != list(range(len(set(self.ranks)))):
             raise PlanError(
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
@@ -153,6 +164,7 @@ class Plan(Placed):
         )
         if self.streams and any(stage.recompute for stage in self.stages):
             check_again(weights=self.weights, prediction=self.prediction)
+        check_owner(self.owners, sharded=self.sharded)
         check_extra(self.extra_in_flight, self.most_extra_in_flight, micro_batches=self.micro_batches)
         counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
         counts += [self.extra_in_flight, self.most_extra_in_flight, *sum(self.input_shapes, ())]
@@ -257,7 +269,7 @@ def _title(plan: Plan) -> str:
     if max(plan.replicas) > 1:
         parts.append(f"replicas {list(plan.replicas)}{' that add as one' * plan.exact}")
     if plan.sharded:
-        parts.append("the optimizer's state divided among them")
+        parts.append(f"the optimizer's state {OWNERS[plan.owners]}")
     if any(stage.shares for stage in plan.stages):
         parts.append(f"shares {[list(own) for own in plan.shares]}")
     if plan.link is not None:

@@ -66,7 +66,7 @@ def split_shares(shares: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple
     alike, or a stage has one rank.
 
     Raises:  PlanError: there are others than ranks, or a stage cannot be dealt by them."""
-    number = sum(map(len, ranks))
+    number = len({rank for own in ranks for rank in own})
     if len(shares) != number:
         raise PlanError(
             f"there is a share for each rank, found {len(shares)} shares for {number} ranks; give as many"

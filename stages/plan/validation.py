@@ -11,10 +11,7 @@ from ...compression.errors import PlanError
 from ..record import shortened
 from ..weight_versions.policies import STREAM, policy_named, rule_named
 
-REPLICATED = (
-    "gpipe",
-    "1f1b",
-)  # schedules whose stages may have replicas: backwards are whole, a rank has one
+REPLICATED = ("gpipe", "1f1b", "zb_h1", "interleaved", "zbv", "dualpipev")  # their stages may have replicas
 
 MOST_MICRO_BATCHES = 2**16
 
@@ -55,18 +52,28 @@ def check_versions(
         )
 
 
-def check_mirror(*, schedule: str, weights: str, parameters_tier: str, replicas: int = 1) -> None:
-    """Refuse a mirror of the parameters where there are several versions of them at a time, or replicas."""
-    if parameters_tier != "device" and replicas > 1:
-        raise PlanError(
-            f"replicas of a stage keep their parameters on the device, found {replicas} replicas and "
-            f"parameters {parameters_tier}; leave them on the device, or take one rank a stage"
-        )
+def check_mirror(*, schedule: str, weights: str, parameters_tier: str) -> None:
+    """Refuse a mirror of the parameters where there are several versions of them at a time."""
     if parameters_tier != "device" and streams(schedule, weights):
         asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
         raise PlanError(
             f"a mirror has one version of the parameters, and {asked} reads several at a time, found "
             f"parameters {parameters_tier}; leave them on the device, or take a schedule with a flush"
+        )
+
+
+OWNERS = {"spread": "divided among them", "first": "with the first of them"}
+"""Replicas that update the parameters for all of their stage, and how a plan says so."""
+
+
+def check_owner(owner: str, *, sharded: bool) -> None:
+    """Refuse an unknown owner of the parameters, or one where every replica updates all of them."""
+    if owner not in OWNERS:
+        raise PlanError(f"replicas.owner is one of {', '.join(OWNERS)}, found {owner}; take one of these")
+    if owner != "spread" and not sharded:
+        raise PlanError(
+            f"replicas.owner={owner} says which replica updates the parameters, and every replica does; add "
+            "replicas.sharded=true, or memory.parameters= of a tier"
         )
 
 
@@ -115,11 +122,11 @@ def check_replicas(
             f"each replica of a stage gets a micro-batch at least, found {max(counts)} replicas and "
             f"micro_batches={micro_batches}; raise micro_batches, or take fewer replicas"
         )
-    together = [rank for own in ranks for rank in own]
+    together = [rank for own in {tuple(own) for own in ranks} for rank in own]
     if len(set(together)) != len(together):
         raise PlanError(
-            f"with replicas every rank runs one stage, found ranks {[list(own) for own in ranks]}; give each "
-            "replica a rank of its own"
+            "stages have replicas on the same ranks or on others, found ranks "
+            f"{[list(own) for own in ranks]}; give stages that share a rank the same ones"
         )
 
 
@@ -136,6 +143,6 @@ def check_replicated(found: str, *, schedule: str, weights: str) -> None:
         )
     if schedule not in REPLICATED:
         raise PlanError(
-            f"stages have replicas under {' and '.join(REPLICATED)}, found {found} with "
+            f"stages have replicas under {', '.join(REPLICATED)}, found {found} with "
             f"schedule={schedule}; take one of these, or one rank a stage"
         )

@@ -27,11 +27,11 @@ def trained(case, plan, *, early, slice_bytes):
     """The state after training, and how many slices of how many were out when a last backward ended."""
     pipe = pipeline_of(case, plan, build(case.model, case.dtype)[0])
     replicas, out = pipe.replicas, []
-    for stage, flat in replicas.flats.items():
-        replicas.flats[stage] = flat = FlatGradients(
-            flat.named, pieces=plan.replicas[stage], slice_bytes=slice_bytes
+    for stage, (exchange,) in replicas.exchanges.items():
+        exchange.flat = flat = FlatGradients(
+            exchange.named, pieces=plan.replicas[stage], slice_bytes=slice_bytes
         )
-        slices = replicas.slices[stage] = Slices(flat, replicas.groups[stage])
+        slices = exchange.slices = Slices(flat, replicas.groups[stage])
         whole = slices.finals if early else contextlib.nullcontext
         slices.finals = counting(slices, whole, out)
     for x, y in build(case.model, case.dtype, case.steps)[1]:

@@ -100,7 +100,7 @@ EARLY = [
     ({"data": {"workers": "many"}}, "data.workers=many"),
     ({"data": {"skip_broken": 3}}, "data.skip_broken=3"),
     (FOUR | {"schedule": "async_1f1b", "weights": "stashed"}, "no moment at which they could"),
-    ({"ranks": 4, "schedule": "zb_h1", **count("auto")}, "replicas.count=auto with schedule=zb_h1"),
+    ({"ranks": 4, "schedule": "zbv", **count("auto")}, "to themselves, found schedule=zbv"),
     (count(2, shares=[1, -1]), "shares=[1, -1] must be even, measured, or"),
     (count(2, shares="fast"), "replicas.shares=fast must be"),
     (count(2, shares=[1, 1, 1]), "found 3 shares for 2 ranks"),

@@ -66,6 +66,7 @@ class Case:
     replicas: object = 1
     exact: bool = False
     sharded: bool = False
+    owner: str = "spread"
     shares: tuple = ()
     splits: bool = False
     budget: str | None = None  # bytes of the device tier; "least": the smallest that the planner takes
@@ -104,7 +105,7 @@ def marked(parameter, model):
 
 
 PLANNED = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
-PLANNED += ("program", "replicas", "exact", "sharded", "shares")
+PLANNED += ("program", "replicas", "exact", "sharded", "owner", "shares")
 
 
 @functools.cache
@@ -171,7 +172,14 @@ def on_ranks(ranks, differences, case, folder):
 
 def resumed_case(case):
     """The case that goes on from a checkpoint of another: another schedule and tiers, alone other cuts."""
-    away = {"late": (), "budget": None, "recompute": False, "extra_in_flight": 0, "sharded": False}
+    away = {
+        "late": (),
+        "budget": None,
+        "recompute": False,
+        "extra_in_flight": 0,
+        "sharded": False,
+        "owner": "spread",
+    }
     away["tier"] = "packed" if case.tier == "device" else "device"
     other = {"schedule": "gpipe" if case.schedule == "1f1b" else "1f1b", "program": (), **away}
     if case.replicas == 1:

@@ -217,7 +217,7 @@ def step_differences(case, pipe, x, y, expected):
         yield from (f"loss {i}" for i, (a, b) in enumerate(pairs) if not same_bits(a, b))
     with pipe.parameters_resident():
         for name, parameter in mine.items():
-            if case.sharded and parameter.grad is None:  # updated by another replica
+            if pipe.plan.sharded and parameter.grad is None:  # updated by another replica
                 continue
             if not same_layout(expected["gradients"][name], parameter.grad):
                 yield f"gradient {name}"

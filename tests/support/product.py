@@ -54,6 +54,7 @@ FACTORS: dict[str, tuple] = {
     "scheduler": (False, True, "another"),
     "detect_anomaly": (False, True),
     "sharded": (False, True),
+    "owner": ("spread", "first"),
     "splits": (False, True),
     "evaluates": (False, True),
     "bare": (False, True),
@@ -83,6 +84,7 @@ def unsuited(row: dict[str, Any]) -> str:
         "a rank for itself": has("cuts", 1) and has("replicas", 1) and lacks("world", "alone", "late"),
         "one rank for two": has("schedule", *TWO_A_RANK)
         and has("cuts", 2)
+        and has("replicas", 1)
         and lacks("world", "alone", "late"),
         "a cast of what is cast": lacks("dtype", None) and lacks("autocast", None),
         "a budget chooses tiers": lacks("budget", None)
@@ -91,15 +93,14 @@ def unsuited(row: dict[str, Any]) -> str:
         and (lacks("parameters_tier", "device") or lacks("budget", None) or replicated),
         "replicas": replicated
         and (
-            lacks("schedule", "gpipe", "1f1b")
-            or lacks("cuts", 1, 2)
-            or lacks("parameters_tier", "device")
+            lacks("cuts", 1, 2, 4)
+            or (has("cuts", 4) and (lacks("schedule", *TWO_A_RANK) or lacks("replicas", 2)))
             or lacks("budget", None)
             or has("world", *LATE)
         ),
         "each replica has a micro-batch": row.get("micro_batches", 5)
         < {1: 1, 2: 2, 3: 3, (2, 1): 2}[row.get("replicas", 1)],
-        "replicas by stage": has("replicas", (2, 1)) and lacks("cuts", 2),
+        "replicas by stage": has("replicas", (2, 1)) and (lacks("cuts", 2) or has("schedule", *TWO_A_RANK)),
         "four ranks at most": has("replicas", 3) and lacks("cuts", 1),
         "a gradient inside a forward does not run again": has("model", "Differentiated")
         and (has("recompute", True) or has("budget", "least")),
@@ -109,8 +110,13 @@ def unsuited(row: dict[str, Any]) -> str:
         and has("model", "InfiniteAtZero", "WrittenUnseen"),
         "no second forward of batch norms": replicated and has("recompute", True) and has("model", *NORMED),
         "for replicas": has("replicas", 1)
-        and (has("shares", "uneven") or has("sharded", True) or has("splits", True)),
-        "each parameter has an optimizer": has("sharded", True) and has("optimizer", "no_biases"),
+        and (has("shares", "uneven") or has("sharded", True) or has("owner", "first") or has("splits", True)),
+        "an owner updates for all": has("owner", "first")
+        and has("sharded", False)
+        and has("parameters_tier", "device"),
+        "each parameter has an optimizer": (has("sharded", True) or lacks("parameters_tier", "device"))
+        and replicated
+        and has("optimizer", "no_biases"),
         "split inputs are those of ranks": has("splits", True) and has("world", "alone"),
     }
     return next((rule for rule, broken in rules.items() if broken), "")
@@ -142,6 +148,8 @@ def case_of(row: dict[str, Any], seed: int) -> Case:
         row |= {"parameters_tier": "packed", "far": True}
     if replicas != 1:
         ranks = sum(replicas) if isinstance(replicas, tuple) else replicas * stages
+        if row["schedule"] in TWO_A_RANK:
+            ranks = row["ranks"] = ranks // 2
         shares = [3, 1, 1, 2, 1, 1][:ranks] if row.pop("shares") == "uneven" else ()
         row |= {"exact": True, "shares": tuple(shares)}
         row["replicas"] = list(replicas) if isinstance(replicas, tuple) else replicas

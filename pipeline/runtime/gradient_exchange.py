@@ -1,0 +1,189 @@
+"""Exchange of gradients among the replicas of a stage, and of the parameters that one of them updates.
+
+    exact       keep    after each backward the gradients of its micro-batch
+                sums    in the order of micro-batches, as the plain loop adds; slice by slice: each replica
+                        sums a part of the buffer, or the owner of a parameter what is pushed to it
+    otherwise   sums    begun in the last backward (``Slices``)
+    then        take_over   the sums become the gradients, where the parameters are updated
+    updated     share   the others pull the values that the owner of a parameter wrote
+
+Offloaded parameters are exchanged turn by turn, with no other turn of them in memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...compression.errors import StageError
+from ...stages.memory.evictable_tensor import EvictableTensor
+from ...stages.memory.parameter_offload import OffloadedParameters
+from ..distributed.process_group import ReplicaGroup
+from ..optimizer.flat import FlatGradients, Gradients
+from ..optimizer.optimizers import Named
+from .gradient_buckets import Slices
+
+Waiting = EvictableTensor | torch.Tensor | None  # a gradient, which may be in a store
+
+OWN = -1  # in place of a micro-batch: all of this replica
+_SUM = "the sum of the gradients"
+
+
+class GradientExchange:
+    """Exchange of the gradients of some parameters of a stage: all of them, or one turn of a mirror.
+
+    Attributes: has: for each parameter 1 if this replica has a gradient of it, else 0."""
+
+    def __init__(
+        self,
+        named: Named,
+        group: ReplicaGroup,
+        *,
+        owners: Mapping[str, int],
+        mirror: OffloadedParameters | None,
+    ) -> None:
+        """Take the place of the owner of each parameter by name; without owners every replica updates all."""
+        places = [owners[name] for name, _ in named] if owners else ()
+        self.named, self.group, self.mirror, self.is_owned = named, group, mirror, bool(owners)
+        self.turn = [parameter for _, parameter in named]
+        self.flat = FlatGradients(named, pieces=group.size, owners=places, reuses=mirror is None)
+        self.slices = Slices(self.flat, group)
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.slices.begin()
+        self.kept: dict[int, dict[torch.dtype, torch.Tensor] | list[Waiting]] = {}
+        self.has = torch.zeros(len(self.named), dtype=torch.uint8)
+        self.like: list[torch.Tensor | None] = [None] * len(self.named)
+
+    def forget(self) -> None:
+        """Let go of gradients of the step before, which no optimizer took away."""
+        self._taken()
+
+    def keep(self, micro_batch: int) -> None:
+        """Take the gradients of a micro-batch, which has just gone backward, so that the next starts anew.
+
+        Args:    micro_batch: ``OWN``: the sum over all that went backward here."""
+        gradients = self._taken()
+        if self.mirror is None:
+            self.kept[micro_batch] = self.flat.gather(_in_memory(gradients))
+        else:
+            self.kept[micro_batch] = gradients
+
+    def sums(self, holders: Sequence[int] | None) -> dict[torch.dtype, torch.Tensor]:
+        """Sum up the gradients over all replicas.
+
+        Args:    holders: the place of the replica that kept the gradients of each micro-batch; None: every
+                 replica has the sum over its own."""
+        if holders is not None:
+            return self._sums_at_owners(holders) if self.is_owned else self._sums_in_parts(holders)
+        if self.kept:
+            return self.slices.sums(self._flat(OWN))
+        check_separate_gradients(self.named)
+        self._note([parameter.grad for parameter in self.turn])
+        return self.slices.sums()
+
+    def take_over(self, sums: dict[torch.dtype, torch.Tensor], has: torch.Tensor) -> None:
+        """Make the ``sums`` the gradients, where a replica ``has`` one and this one updates the parameter."""
+        owned = [owner in (None, self.group.place) for owner in self.flat.owners]
+        told = [int(one) and mine for one, mine in zip(has.tolist(), owned, strict=True)]
+        gradients = self.flat.spread(sums, told, like=self.like)
+        if self.mirror is None:
+            for place, gradient in gradients.items():
+                self.turn[place].grad = gradient
+        else:
+            self.mirror.give_gradients(self.turn, [gradients.get(place) for place in range(len(self.turn))])
+        self.flat.give_back(sums, *(one for one in self.kept.values() if isinstance(one, dict)))
+        self.kept, self.like = {}, []
+
+    def share(self) -> None:
+        """Have every replica take each parameter from its owner."""
+        with self.values():
+            self.slices.share_parameters()
+
+    def values(self) -> contextlib.AbstractContextManager[None]:
+        """Return the block in which the values of the parameters are in memory."""
+        return contextlib.nullcontext() if self.mirror is None else self.mirror.values(self.turn)
+
+    def _taken(self) -> list[Waiting]:
+        """Take the gradients away from the parameters."""
+        if self.mirror is not None:
+            found = self.mirror.take_gradients(self.turn)
+        else:
+            check_separate_gradients(self.named)
+            found: list[Waiting] = [parameter.grad for parameter in self.turn]
+            for parameter in self.turn:
+                parameter.grad = None
+        self._note(found)
+        return found
+
+    def _note(self, gradients: Sequence[Waiting]) -> None:
+        """Note which gradients there are, and memory, or a layout, for their sums."""
+        self.has |= torch.tensor([int(one is not None) for one in gradients], dtype=torch.uint8)
+        for place, one in enumerate(gradients):
+            if one is not None and self.like[place] is None:
+                self.like[place] = one.like if isinstance(one, EvictableTensor) else one
+
+    def _flat(self, micro_batch: int) -> dict[torch.dtype, torch.Tensor]:
+        """Return the buffers with the gradients that were kept of a micro-batch."""
+        kept = self.kept[micro_batch]
+        return kept if isinstance(kept, dict) else self.flat.gather(_in_memory(kept))
+
+    def _sums_in_parts(self, holders: Sequence[int]) -> dict[torch.dtype, torch.Tensor]:
+        """Each replica sums its part of the buffers over micro-batches, ascending, and gives it to all."""
+        group, found = self.group, self.flat.buffers()
+        for micro_batch, holder in enumerate(holders):
+            mine = self._flat(micro_batch) if holder == group.place else {}
+            for dtype, sums in found.items():
+                parts = sums.chunk(group.size)
+                total, piece = parts[group.place], parts[group.place - 1]  # of another: not summed yet
+                pieces = mine[dtype].chunk(group.size) if mine else ()
+                into = piece if micro_batch else total
+                group.scatter(into, pieces, holder, at=f"the gradients of micro-batch {micro_batch}")
+                if micro_batch:
+                    total += piece
+        for sums in found.values():
+            parts = sums.chunk(group.size)
+            group.all_gather(parts[group.place], into=parts, at=_SUM)
+        return found
+
+    def _sums_at_owners(self, holders: Sequence[int]) -> dict[torch.dtype, torch.Tensor]:
+        """Push the gradients of each micro-batch to the owners, which sum theirs up, ascending."""
+        group, found = self.group, self.flat.buffers()
+        for micro_batch, holder in enumerate(holders):
+            mine = self._flat(micro_batch) if holder == group.place else {}
+            for one in self.flat.slices:
+                total = found[one.dtype][one.start : one.stop]
+                part = mine[one.dtype][one.start : one.stop] if mine else total
+                if group.place == one.owner != holder and micro_batch:
+                    part = torch.empty_like(total)
+                if holder != one.owner:
+                    group.push(part, source=holder, target=one.owner or 0, at=_SUM)
+                if group.place == one.owner and part is not total:
+                    total.copy_(part) if not micro_batch else total.add_(part)
+        return found
+
+
+def _in_memory(gradients: Sequence[Waiting]) -> Gradients:
+    """Return gradients that may have waited in a store."""
+    return [one.take() if isinstance(one, EvictableTensor) else one for one in gradients]
+
+
+def check_separate_gradients(named: Named) -> None:
+    """Refuse gradients in one memory, as autograd gives them to two views of one shape that are added up:
+    a backward behind it adds to both what is meant for each.
+
+    Raises:  StageError: two are."""
+    seen = dict[int, str]()
+    for name, parameter in named:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.strided or not gradient.numel():
+            continue
+        if (first := seen.setdefault(gradient.data_ptr(), name)) != name:
+            raise StageError(
+                f"replicas add up the gradient of each parameter, and autograd gave {first} and {name} one "
+                "tensor for both, to which every backward adds twice; read a copy of one in forward: "
+                f"{name}.clone()"
+            )
