@@ -159,7 +159,7 @@ def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scal
     if clip is not None and scope == "stage" and plan.sharded and max(plan.replicas) > 1:
         raise PlanError(
             "where each replica updates some parameters none has all gradients of its stage, found "
-            "clip_scope=stage; take clip_scope=global, or sharded=False"
+            "clip_scope=stage; take clip_scope=global, or sharded=False with parameters on the device"
         )
     _check_scaler(model, plan, scaler)
 

@@ -90,13 +90,11 @@ def unsuited(row: dict[str, Any]) -> str:
         "a budget chooses tiers": lacks("budget", None)
         and (lacks("tier", "device") or lacks("parameters_tier", "device") or has("recompute", True)),
         "a late device is no GPU with a mirror": has("world", *LATE)
-        and (lacks("parameters_tier", "device") or lacks("budget", None) or replicated),
-        "replicas": replicated
+        and (lacks("parameters_tier", "device") or lacks("budget", None)),
+        "four ranks have replicas": replicated
         and (
             lacks("cuts", 1, 2, 4)
             or (has("cuts", 4) and (lacks("schedule", *TWO_A_RANK) or lacks("replicas", 2)))
-            or lacks("budget", None)
-            or has("world", *LATE)
         ),
         "each replica has a micro-batch": row.get("micro_batches", 5)
         < {1: 1, 2: 2, 3: 3, (2, 1): 2}[row.get("replicas", 1)],
@@ -114,8 +112,8 @@ def unsuited(row: dict[str, Any]) -> str:
         "an owner updates for all": has("owner", "first")
         and has("sharded", False)
         and has("parameters_tier", "device"),
-        "each parameter has an optimizer": (has("sharded", True) or lacks("parameters_tier", "device"))
-        and replicated
+        "each parameter has an optimizer": replicated
+        and (has("sharded", True) or lacks("parameters_tier", "device") or lacks("budget", None))
         and has("optimizer", "no_biases"),
         "split inputs are those of ranks": has("splits", True) and has("world", "alone"),
     }
