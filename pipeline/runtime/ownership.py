@@ -209,5 +209,9 @@ def mirror_of(
             able -= {id(parameter) for layer in layers for parameter in directly_read(layer, parts)}
     readers = without_resident(readers_of(runs, able), plan.stages[index].staying_bytes)
     return OffloadedParameters(
-        open_store(tier, stores), readers=readers, packs=tier == "packed", min_bytes=LEAST_MIRRORED
+        open_store(tier, stores),
+        readers=readers,
+        packs=tier == "packed",
+        min_bytes=LEAST_MIRRORED,
+        weights_first=plan.weights_first,
     )

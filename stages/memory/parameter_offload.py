@@ -222,13 +222,16 @@ class OffloadedParameters:
                 peak_bytes: the most of ``resident_bytes`` in this step."""
 
     def __init__(
-        self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int
-    ) -> None:
+        self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int,
+        weights_first: bool = False,
+    ) -> None:  # fmt: skip
         """Begin with all of them near.
 
         Args:    readers: by name of a layer, in running order, the parameters that it reads.
                  packs: they are packed where that pays.
-                 min_bytes: smaller ones stay near, as smaller tensors of an optimizer do."""
+                 min_bytes: smaller ones stay near, as smaller tensors of an optimizer do.
+                 weights_first: a backward reads a parameter again after its gradient was computed."""
+        self._weights_first = weights_first
         self.frames, self._min_bytes = TensorStore(store, packs=packs), min_bytes
         self._all: dict[int, EvictableParameter] = {}
         self._by_layer: dict[str, list[EvictableParameter]] = {}
@@ -355,7 +358,7 @@ class OffloadedParameters:
     def _added(self, one: EvictableParameter, _: Tensor) -> None:
         self._note()
         one.push_gradient()
-        if not self._walks:
+        if not self._walks and not self._weights_first:
             self._evict(one)
         self._note()
 

@@ -374,3 +374,12 @@ def test_a_failed_step_leaves_a_mirror_that_gives_all_back():
         pipe.step(BATCH, BATCH)
     pipe.close()
     assert all(map(same_bits, before, model.parameters()))
+
+
+def test_weights_first_fetches_no_parameter_once_more():
+    def fetched(weights_first: bool) -> int:
+        pipe = made(deep(), parameters_tier="host", weights_first=weights_first)
+        pipe.step(BATCH, BATCH)
+        return pipe.stages[0].mirror.frames.bytes_in
+
+    assert fetched(True) == fetched(False)
