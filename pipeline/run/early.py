@@ -219,7 +219,7 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     tier = config.memory.parameters.replace(AUTO, "device")
     counts = config.replicas.of_stages(config.num_stages)
     several = {"schedule": config.schedule, "weights": config.weights}
-    check_mirror(**several, parameters_tier=tier)
+    check_mirror(prediction=config.prediction, parameters_tier=tier)
     check_replicas(dealt(counts), **several, micro_batches=config.micro_batches)
     if config.replicas.auto:
         check_divided("replicas.count=auto", **several)

@@ -136,6 +136,9 @@ def make_stages(
 
     Args:    memory: the thread that moves what their forwards save.
              stores: what all stores of this process are opened with."""
+    mirrors = {
+        index: mirror_of(index, own, model=model, plan=plan, steps=steps, stores=stores) for index in own.here
+    }
     return {
         index: Stage(
             index,
@@ -155,10 +158,11 @@ def make_stages(
                 stage=index,
                 num_stages=plan.num_stages,
                 options=stores,
+                mirror=mirrors[index],
             ),
             weights_first=plan.weights_first,
             recompute=plan.stages[index].recompute,
-            mirror=mirror_of(index, own, model=model, plan=plan, steps=steps, stores=stores),
+            mirror=mirrors[index],
             device=devices[index],
             guard=guard,
         )

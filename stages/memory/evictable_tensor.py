@@ -109,6 +109,15 @@ class EvictableTensor:
         self.drop()
         return tensor
 
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of ``tensor`` that lies in memory as this one does."""
+        found, row = (
+            new_bytes(self.num_bytes, self._address, self._device),
+            row_view(self.num_bytes, torch.uint8),
+        )
+        row.over(found).copy_(row.over(bytes_around(0, tensor)))
+        return self._view.over(found)
+
     def fetch(self) -> None:
         """It is wanted soon: have the store begin to bring it."""
         if self.stored:

@@ -66,15 +66,16 @@ class EvictableParameter:
 
     # -- its values, which are there to be read -----------------------------------------------------------
 
-    def load(self) -> None:
-        """Its values come.
+    def load(self, *, copies: bool = False) -> None:
+        """Its values come; ``copies``: in other memory than the store has.
 
         Raises: StageError: it was written to while it was away."""
         self._refuse_written()
         self._frames.ahead.check()
         with self._frames.exposed(), self._lock:
             found, self._prefetched = self._prefetched, None
-            self.parameter.data = self._memory.get() if found is None else found
+            values = self._memory.get() if found is None else found
+            self.parameter.data = self._memory.copy(values) if copies else values
             self.is_resident, self._soon = True, False
         self.storage = self.parameter.untyped_storage()._cdata
 
@@ -176,20 +177,45 @@ class EvictableParameter:
         self.parameter.grad = self._gradient = None
         return found
 
-    def give_gradient(self, gradient: Tensor) -> None:
+    def give_gradient(self, gradient: EvictableTensor | Tensor) -> None:
         """Have this gradient wait in the store; raises StageError where it has no room."""
+        if isinstance(gradient, EvictableTensor):
+            self._gradient = gradient
+            return
         self._gradient = EvictableTensor(self._frames, gradient)
         self.looked_at(gradient, written=True)
 
+    # -- its versions -------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> EvictableTensor:
+        """The place of its values in the store."""
+        return self._memory
+
+    def exchange(self, memory: EvictableTensor) -> EvictableTensor:
+        """Have its values, which are not resident, be those of ``memory``; return where the others are."""
+        with self._lock:
+            before, self._memory = self._memory, memory
+        return before
+
+    def uncounted(self) -> None:
+        """Nobody counts what was written to it since it left."""
+        self._version = self.parameter._version
+
     # -- all of it, to be written -------------------------------------------------------------------------
 
-    def pull(self, kept: Kept) -> None:
-        """Gradient and what is kept come beside its values, which are near; all of it may be written."""
+    def pull(self, kept: Kept, *, is_shared: bool) -> None:
+        """Gradient and what is kept come beside its values, which are near; all of it may be written.
+
+        Args:    is_shared: an older version has the bytes in the store, too."""
         self.bring_gradient()
         for key, memory in self._state.items():
             if memory.stored and key in kept:
                 kept[key].data = memory.take()
-        self._memory.drop()
+        if is_shared:
+            self._memory = EvictableTensor(self._frames, self.parameter.data)
+        else:
+            self._memory.drop()
 
     def push(self, kept: Kept, *, min_bytes: int) -> None:
         """Gradient and what is kept of ``min_bytes`` or more leave, as they are now."""
@@ -208,6 +234,30 @@ def _reorder(hooks: dict[int, Any], place: Callable[[int], bool]) -> None:
         found = {key: hooks[key] for key in order}
         hooks.clear()
         hooks.update(found)
+
+
+class OffloadedVersion:
+    """The values that offloaded parameters had once, which some micro-batches still read."""
+
+    def __init__(self, mirror: OffloadedParameters) -> None:
+        """Take those of now."""
+        self._mirror, self.memories = mirror, {one: one.memory for one in mirror.memories}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The block in which layers read these values."""
+        self._mirror.evict_all()
+        newest = {one: one.exchange(memory) for one, memory in self.memories.items()}
+        try:
+            yield
+        finally:
+            self._mirror.evict_all()
+            for one, memory in newest.items():
+                one.exchange(memory)
+
+    def drop(self) -> None:
+        """Nobody reads it again."""
+        self._mirror.drop_version(self)
 
 
 Turn = Sequence[Parameter]
@@ -249,6 +299,7 @@ class OffloadedParameters:
         self._walks = False  # a forward runs
         self._soon: list[EvictableParameter] = []  # brought ahead
         self._optimizer: Optimizer | None = None
+        self._versions: list[OffloadedVersion] = []
         self.peak_bytes = 0
 
     @property
@@ -377,12 +428,42 @@ class OffloadedParameters:
         """Hand over the gradients of ``turn``, which wait where they are; the parameters have none then."""
         return [self._all[id(p)].take_gradient() for p in turn]
 
-    def give_gradients(self, turn: Turn, gradients: Sequence[Tensor | None]) -> None:
+    def give_gradients(self, turn: Turn, gradients: Sequence[EvictableTensor | Tensor | None]) -> None:
         """Have these be the gradients of ``turn``, and wait in the store; they had none."""
         for parameter, gradient in zip(turn, gradients, strict=True):
             if gradient is not None:
                 self._all[id(parameter)].give_gradient(gradient)
         self._note()
+
+    def keep_version(self) -> OffloadedVersion:
+        """Keep the values of now, while an update writes newer ones."""
+        self.evict_all()
+        self._versions.append(OffloadedVersion(self))
+        return self._versions[-1]
+
+    def drop_version(self, version: OffloadedVersion) -> None:
+        """Forget the values of a version that no other one has, nor the parameters."""
+        self._versions.remove(version)
+        for one, memory in version.memories.items():
+            if memory is not one.memory and not self._is_kept(one, memory):
+                memory.drop()
+
+    def _is_kept(self, one: EvictableParameter, memory: EvictableTensor) -> bool:
+        return any(version.memories[one] is memory for version in self._versions)
+
+    def evict_all(self) -> None:
+        """All of them leave; raises StageError where the store has no room for one."""
+        self.settle()
+        if self._resident:
+            raise StageError(
+                "every version of offloaded parameters waits in the store, found no room for one; raise its "
+                "budget, or leave parameters on the device"
+            )
+
+    def uncounted(self) -> None:
+        """What was written to them just now is not counted as a write."""
+        for one in self.memories:
+            one.uncounted()
 
     @contextlib.contextmanager
     def values(self, turn: Turn) -> Iterator[None]:
@@ -428,8 +509,10 @@ class OffloadedParameters:
 
     def _pull(self, turn: Turn) -> None:
         for one in (self._all[id(parameter)] for parameter in turn):
-            self._load(one)
-            one.pull(self._kept(one.parameter))
+            if is_shared := self._is_kept(one, one.memory):
+                self._evict(one)
+            self._load(one, copies=is_shared)
+            one.pull(self._kept(one.parameter), is_shared=is_shared)
 
     def _push(self, turn: Turn) -> None:
         for one in (self._all[id(parameter)] for parameter in turn):
@@ -437,9 +520,9 @@ class OffloadedParameters:
             self._evict(one)
         self._note()
 
-    def _load(self, one: EvictableParameter) -> None:
+    def _load(self, one: EvictableParameter, *, copies: bool = False) -> None:
         if not one.is_resident:
-            one.load()
+            one.load(copies=copies)
             self._resident[one], self._storages[one.storage] = None, one
 
     def _evict(self, one: EvictableParameter) -> None:

@@ -145,8 +145,7 @@ class Plan(Placed):
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
         for stage in self.stages:
             check_tiers(**{n: getattr(stage, n) for n in ("tier", "weights_tier", "parameters_tier")})
-            tier = stage.parameters_tier
-            check_mirror(schedule=self.schedule, weights=self.weights, parameters_tier=tier)
+            check_mirror(prediction=self.prediction, parameters_tier=stage.parameters_tier)
         if sorted(set(self.ranks)) != list(range(len(set(self.ranks)))):
             raise PlanError(
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "

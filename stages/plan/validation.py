@@ -52,13 +52,12 @@ def check_versions(
         )
 
 
-def check_mirror(*, schedule: str, weights: str, parameters_tier: str) -> None:
-    """Refuse a mirror of the parameters where there are several versions of them at a time."""
-    if parameters_tier != "device" and streams(schedule, weights):
-        asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
+def check_mirror(*, prediction: bool, parameters_tier: str) -> None:
+    """Refuse to predict weights that are offloaded; raises PlanError."""
+    if parameters_tier != "device" and prediction:
         raise PlanError(
-            f"a mirror has one version of the parameters, and {asked} reads several at a time, found "
-            f"parameters {parameters_tier}; leave them on the device, or take a schedule with a flush"
+            "predicted weights are computed of all parameters at once, found prediction=true and "
+            f"parameters {parameters_tier}; leave them on the device, or take prediction=false"
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 from ...compression.buffers import Frame
 from ...compression.codec import decode, encode
 from ...compression.errors import PlanError, StageError
+from ..memory.evictable_tensor import EvictableTensor
 from ..memory.packer import FOR_SAVED
+from ..memory.parameter_offload import OffloadedParameters, OffloadedVersion
 from ..memory.stores import UNLIMITED, Store, StoreOptions, UnpooledBuffers, open_store
 from ..torch_private import preserve_version_counter
 from .policies import VersionRule, WeightPolicy
@@ -43,6 +45,7 @@ class StashedVersion:
         self.number, self.tensors, self.ours = number, list(tensors), ours
         self.store, self._fresh = store, UnpooledBuffers()
         self._frames: dict[int, tuple[object, int]] = {}  # by place in tensors: key and bytes
+        self.offloaded: OffloadedVersion | None = None  # of parameters that wait in a store of their own
         self._packed = self._away = False
 
     @property
@@ -76,6 +79,9 @@ class StashedVersion:
 
     def drop(self) -> list[Tensor]:
         """Nothing reads it again: forget the frames; returns tensors whose memory may be written anew."""
+        if self.offloaded is not None:
+            self.offloaded.drop()
+            self.offloaded = None
         if self.store is None:
             return self.tensors if self.ours else []
         for key, _ in self._frames.values():
@@ -185,12 +191,16 @@ class LatestWeights(WeightVersions):
     def __init__(
         self, rule: VersionRule, policy: WeightPolicy, *,
         parameters: Iterable[torch.nn.Parameter], stage: int, num_stages: int,
+        mirror: OffloadedParameters | None = None,
     ) -> None:  # fmt: skip
-        """Keep those ``parameters`` that an optimizer may write."""
-        self.parameters = [p for p in parameters if p.requires_grad]
+        """Keep those ``parameters`` that an optimizer may write; ``mirror`` has those that are offloaded."""
+        self.mirror, self.written = mirror, [p for p in parameters if p.requires_grad]
+        offloaded = {id(p) for turn in (mirror.turns if mirror else ()) for p in turn}
+        self.parameters = [p for p in self.written if id(p) not in offloaded]
+        self.offloaded = [p for p in self.written if id(p) in offloaded]
         self.rule, self.stage, self.num_stages = rule, stage, num_stages
         self.predictor = WeightPredictor() if policy.prediction else None
-        places = [p.data_ptr() for p in self.parameters if p.numel()]
+        places = [p.data_ptr() for p in self.written if p.numel()]
         if len(set(places)) < len(places):
             raise PlanError(
                 f"versions of the weights need parameters in memory of their own, found {len(places)} in "
@@ -201,8 +211,8 @@ class LatestWeights(WeightVersions):
     def _start(self) -> None:
         self.update_of: dict[int, int] = {}  # by micro-batch between its forward and done
         self.gathering = 0  # the update whose gradients are in .grad
-        self.whole: list[Tensor | None] | None = None  # gradients of an update, until it is due
-        self.begun: list[Tensor | None] | None = None  # those of the next update, during one
+        self.whole: Gradients | None = None  # of an update, until it is due
+        self.begun: Gradients | None = None  # those of the next update, during one
 
     def bind(self, optimizer: Optimizer) -> None:
         """Predict the steps of ``optimizer``, if any are to be predicted."""
@@ -242,21 +252,30 @@ class LatestWeights(WeightVersions):
         """The block in which an optimizer writes the parameters; what the next update has begun goes on.
 
         Gradients start from None: sums that start from zeros lose -0.0."""
-        with preserve_version_counter(tuple(self.parameters)):
+        with preserve_version_counter(tuple(self.written)):
             yield
+        if self.mirror is not None:
+            self.mirror.uncounted()
         self.gathering += self.begun is None
-        self._exchange_gradients(self.begun)
+        _discard(self._exchange_gradients(self.begun))
         self.begun = None
 
     def drained(self) -> None:
         """Nothing is in flight, and no gradient is left."""
-        self._exchange_gradients(None)
+        for gradients in (self._exchange_gradients(None), self.whole, self.begun):
+            _discard(gradients or ())
         self._start()
 
-    def _exchange_gradients(self, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
-        before = [p.grad for p in self.parameters]
+    def _exchange_gradients(self, gradients: Gradients | None) -> Gradients:
+        """Have the parameters these gradients, and return those that they had."""
+        before: Gradients = [p.grad for p in self.parameters]
         for place, parameter in enumerate(self.parameters):
-            parameter.grad = gradients[place] if gradients else None
+            there = gradients[place] if gradients else None
+            parameter.grad = cast("Tensor | None", there)
+        if self.mirror is not None:
+            before += self.mirror.take_gradients(self.offloaded)
+            if gradients:
+                self.mirror.give_gradients(self.offloaded, gradients[len(self.parameters) :])
         return before
 
     def _predicted(self, micro_batch: int) -> list[tuple[torch.nn.Parameter, Callable[[Tensor], None]]]:
@@ -277,6 +296,16 @@ class LatestWeights(WeightVersions):
                 parameter.data.copy_(values)
 
 
+Gradients = list[EvictableTensor | Tensor | None]  # of parameters, of which some wait in a store
+
+
+def _discard(gradients: Iterable[EvictableTensor | Tensor | None]) -> None:
+    """Forget gradients, and what a store has of them."""
+    for one in gradients:
+        if isinstance(one, EvictableTensor):
+            one.drop()
+
+
 def versions_of(
     policy: WeightPolicy,
     parameters: Iterable[torch.nn.Parameter],
@@ -284,14 +313,17 @@ def versions_of(
     stage: int,
     num_stages: int,
     options: StoreOptions = UNLIMITED,
+    mirror: OffloadedParameters | None = None,
 ) -> WeightVersions:
     """Return the versions that ``policy`` asks for of the parameters that ``stage`` of ``num_stages`` owns.
 
     Args:    options: what the store of versions that wait is opened with.
+             mirror: of parameters that are offloaded; their versions wait where they do.
     Raises:  PlanError: parameters of which there are versions share their memory."""
     if policy.rule is None:
         return WeightVersions()
     placed: dict[str, Any] = {"parameters": parameters, "stage": stage, "num_stages": num_stages}
+    placed["mirror"] = mirror
     if policy.rule.delay:
         return WeightStashing(policy.rule, policy, options=options, **placed)
     return LatestWeights(policy.rule, policy, **placed)
@@ -363,6 +395,8 @@ class WeightStashing(LatestWeights):
             self.kept[old.number] = old
             self._exchange(self._copies(old.tensors))
             old.leave()
+            if self.mirror is not None:
+                old.offloaded = self.mirror.keep_version()
         with super().update():
             yield
         self.newest = self._version(old.number + 1, ours=old.ours or old.number in self.kept)
@@ -439,7 +473,8 @@ class WeightStashing(LatestWeights):
         version.bring()
         self._exchange(version.tensors)
         try:
-            yield
+            with version.offloaded.in_place() if version.offloaded else contextlib.nullcontext():
+                yield
         finally:
             self._exchange(newest)
             version.leave()

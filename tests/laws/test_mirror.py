@@ -383,3 +383,17 @@ def test_weights_first_fetches_no_parameter_once_more():
         return pipe.stages[0].mirror.frames.bytes_in
 
     assert fetched(True) == fetched(False)
+
+
+def test_versions_of_offloaded_parameters_wait_where_they_do_and_leave_nothing_behind():
+    weights = {"schedule": "async_1f1b", "weights": "stashed", "clip_scope": "stage"}
+    pipe = made(deep(), stages=2, parameters_tier="host", **weights)
+    first, one = pipe.stages[0], 64 * 64 * 4
+    count = len(first.mirror.memories)
+    for _ in range(2):
+        pipe.step(BATCH, BATCH)
+        assert first.mirror.resident_bytes == 0
+        assert first.weights.num_live == 2
+        assert first.mirror.frames.store.num_bytes // one == 4 * count  # Adam keeps two
+    pipe.drain()
+    assert first.mirror.frames.store.num_bytes // one == 3 * count

@@ -168,6 +168,7 @@ STREAMS: dict[str, tuple] = {
     "micro_batches": (1, 2, 4, 5),
     "tier": FACTORS["tier"],
     "weights_tier": FACTORS["tier"],
+    "parameters_tier": ("device", "packed", "host", "disk"),
     "clip": (None, 0.5),
     "world": ("alone", "processes"),
     "recompute": (False, True),
@@ -191,6 +192,7 @@ def unsuited_streams(row: dict[str, Any]) -> str:
         and row.get("model") in SHARED,
         "a second forward sees the same weights": row.get("recompute")
         and (ahead or policy == "latest" or row.get("tier", "device") != "device"),
+        "predicted weights are all there": ahead and row.get("parameters_tier", "device") != "device",
         "the momentum goes on": ahead and row.get("optimizer") == "plain",
         "every layer is many": row.get("cuts") == "every" and row.get("model") in (*NORMED, "gpt_tied"),
         "a rank for itself": row.get("cuts") == 1 and row.get("world") == "processes",

@@ -56,12 +56,11 @@ def test_what_does_not_is_refused_by_name(given, told):
         check(**given)
 
 
-@pytest.mark.parametrize(("schedule", "weights"), [("async_1f1b", "latest"), ("1f1b", "double_buffered")])
-def test_a_mirror_has_one_version_of_the_parameters(schedule, weights):
-    asked = "schedule=async_1f1b" if weights == "latest" else "weights=double_buffered"
-    check_mirror(schedule=schedule, weights=weights, parameters_tier="device")
-    with pytest.raises(PlanError, match=f"{asked} reads several at a time"):
-        check_mirror(schedule=schedule, weights=weights, parameters_tier="host")
+def test_offloaded_parameters_are_not_predicted():
+    check_mirror(prediction=True, parameters_tier="device")
+    check_mirror(prediction=False, parameters_tier="host")
+    with pytest.raises(PlanError, match="found prediction=true and parameters host"):
+        check_mirror(prediction=True, parameters_tier="host")
 
 
 def test_a_second_forward_sees_the_weights_of_the_first():
