@@ -199,7 +199,7 @@ class EvictableParameter:
         return before
 
     def uncounted(self) -> None:
-        """Nobody counts what was written to it since it left."""
+        """Forget the count of writes since it left."""
         self._version = self.parameter._version
 
     # -- all of it, to be written -------------------------------------------------------------------------
@@ -461,7 +461,7 @@ class OffloadedParameters:
             )
 
     def uncounted(self) -> None:
-        """What was written to them just now is not counted as a write."""
+        """Forget the counts of writes since they left."""
         for one in self.memories:
             one.uncounted()
 

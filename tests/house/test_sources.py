@@ -19,7 +19,7 @@ def claims() -> list[tuple[str, dict[str, str]]]:
     found, system = [], ""
     for line in (ROOT / "docs" / "sources.md").read_text().splitlines():
         if line.startswith("## "):
-            system = line[3]
+            system = line[3] if line[4] == "." else ""
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| ") and system and cells[1] != "state":
             found.append((system, dict(zip(COLUMNS, cells, strict=True))))

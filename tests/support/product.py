@@ -172,6 +172,8 @@ STREAMS: dict[str, tuple] = {
     "clip": (None, 0.5),
     "world": ("alone", "processes"),
     "recompute": (False, True),
+    "weights_first": (False, True),
+    "budget": (None, "least"),
     "scheduler": (False, True),
     "resume": ("", "same", "state"),
 }
@@ -193,6 +195,8 @@ def unsuited_streams(row: dict[str, Any]) -> str:
         "a second forward sees the same weights": row.get("recompute")
         and (ahead or policy == "latest" or row.get("tier", "device") != "device"),
         "predicted weights are all there": ahead and row.get("parameters_tier", "device") != "device",
+        "a budget chooses tiers": row.get("budget")
+        and (row.get("tier", "device"), row.get("parameters_tier", "device")) != ("device", "device"),
         "the momentum goes on": ahead and row.get("optimizer") == "plain",
         "every layer is many": row.get("cuts") == "every" and row.get("model") in (*NORMED, "gpt_tied"),
         "a rank for itself": row.get("cuts") == 1 and row.get("world") == "processes",
@@ -207,6 +211,8 @@ def stream_of(row: dict[str, Any], seed: int) -> StreamCase:
     _draw(row, seed)
     if row["cuts"] not in (1, 2) and row["world"] == "processes":
         row["ranks"] = 2
+    if row["budget"]:
+        row |= {"tier": "auto", "parameters_tier": "auto"}
     if weights == "double_buffered":
         row["schedule"] = "1f1b"
     return StreamCase(**row, weights=weights, prediction=bool(ahead), steps=2)
