@@ -90,15 +90,26 @@ def cheapest(
     if found:
         least = min(seconds for seconds, _ in found)
         return next(plan for seconds, plan in found if seconds <= least * EQUAL)
-    if last and not refused:
+    smallest = next((one for one in sorted(refused) if _is_accepted(cut, one[0], one[1])), None)
+    if smallest is None:
+        assert last is not None, "every mix was refused"
         raise last
-    needed, mix, least = min(refused)
+    needed, mix, least = smallest
     raise TooSmall(
         f"{asked} on each rank holds this in no tier; {'the smallest' if least else 'a'} budget that does is "
         f"memory={needed} ({show_bytes(needed)}), with {mix}; raise memory or ranks",
         needed,
         least=least,
     )
+
+
+def _is_accepted(cut: Callable[..., Plan], memory: int, mix: Mix) -> bool:
+    """True if a budget is what is missing: the mix may not suit the schedule."""
+    try:
+        cut(memory=memory, **mix._asdict())
+    except PlanError:
+        return False
+    return True
 
 
 def bytes_of_share(share: float, cut: Callable[..., Plan]) -> int:

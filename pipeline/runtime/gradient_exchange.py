@@ -60,7 +60,10 @@ class GradientExchange:
 
     def forget(self) -> None:
         """Let go of gradients of the step before, which no optimizer took away."""
-        self._taken()
+        for gradient in self._taken():
+            if isinstance(gradient, EvictableTensor):
+                gradient.drop()
+        self.begin()
 
     def keep(self, micro_batch: int) -> None:
         """Take the gradients of a micro-batch, which has just gone backward, so that the next starts anew.

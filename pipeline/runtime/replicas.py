@@ -164,9 +164,9 @@ class Replicas:
             named, mirror = self.here[stage], self.mirrors[stage]
             check_hooks(named, known=mirror.hooks if mirror else ())
             for one in self.exchanges[stage]:
+                one.begin()
                 if self.plan.sharded or self.plan.place_of(stage, 0) != group.place:
                     one.forget()  # one that no optimizer took away counts once, with micro-batch 0
-                one.begin()
 
     def holders(self, stage: int) -> list[int]:
         """The place of the replica of ``stage`` that has each micro-batch of the step."""

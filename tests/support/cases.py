@@ -182,6 +182,8 @@ def resumed_case(case):
     }
     away["tier"] = "packed" if case.tier == "device" else "device"
     other = {"schedule": "gpipe" if case.schedule == "1f1b" else "1f1b", "program": (), **away}
+    if case.replicas != 1 and case.ranks is not None:  # of several stages a rank
+        other["schedule"] = case.schedule
     if case.replicas == 1:
         other["ranks"] = plan_of(case)[0].num_ranks
         other["parameters_tier"] = "host" if case.parameters_tier == "device" else "device"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from profiles import layer_of, profile_of, profiles, value_of
 
 from penstock import PlanError, partition
+from penstock.pipeline.partition.choose import TooSmall
 from penstock.stages.plan.memory_model import copies
 from penstock.stages.profiling.network_profile import Profile, sizes_of
 
@@ -123,6 +124,14 @@ def test_what_does_not_suit_the_schedule_is_no_choice():
     fixed: dict[str, Any] = {"parameters_tier": "disk"}
     with pytest.raises(PlanError, match="found prediction=true and parameters disk"):
         partition(net(), memory="70%", **OPEN | options | fixed)
+
+
+def test_the_smallest_budget_of_a_refusal_is_accepted_where_a_forward_cannot_run_again():
+    options = OPEN | {"stages": 2, "schedule": "async_1f1b", "micro_batches": 4}
+    with pytest.raises(TooSmall) as refused:
+        partition(net(), memory="1B", **options)
+    plan = partition(net(), memory=refused.value.needed, **options)
+    assert not any(stage.recompute for stage in plan.stages)
 
 
 def test_what_is_no_share_is_refused():
