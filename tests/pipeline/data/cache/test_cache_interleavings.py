@@ -150,8 +150,8 @@ def laws_of(policy, entries, jobs):
         assert min(policy.pool, *(space.idle for space in spaces), 0) == 0
         assert all(sum(space.counts.values()) == len(space.following) for space in spaces)
     if isinstance(policy, NextUse):
-        assert entries.keys() == policy._queue.uses.keys()
-        for entry, use in policy._queue.uses.items():  # nothing stays that nobody will use
+        assert entries.keys() == policy.uses.keys()
+        for entry, use in policy.uses.items():  # nothing stays that nobody will use
             assert use.reader.job.name in jobs
             assert use.reader.next_use(entry[1]) >= 0
 
