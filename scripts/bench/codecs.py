@@ -1,7 +1,6 @@
 """Speed and ratio of every codec on every class of tensors, next to a copy, lz4, zstd and blosc2.
 
-Whatever is timed has been checked bit for bit. Ratios have a bound next to them: Shannon, A Mathematical
-Theory of Communication (1948), for symbols taken one by one (order 0)."""
+Whatever is timed has been checked bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import cycle, islice
-from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from penstock.compression.buffers import Pool
 from penstock.compression.codec import CODECS, decode, encode
-from penstock.compression.frame import header_bytes, read_header, sections
+from penstock.compression.frame import header_bytes, read_header
 from penstock.compression.geometry import Words
 from penstock.compression.kernels import jit
 from penstock.compression.names import lossless
@@ -39,7 +37,7 @@ Routes = dict[str, Callable[[], Any]]
 PEERS = ("lz4", "zstd_1", "blosc2_shuffle", "blosc2_bitshuffle")
 SPEEDS = {"pack": "copy", "unpack": "copy", "encode": "clone", "decode": "clone"}
 BATCH_BYTES, SECONDS = 2 << 20, 0.4  # a small tensor is timed many times; seconds for all runs of a side
-CHUNK, EXPONENT_BITS, SEED = 1 << 20, 8, 0
+SEED = 0
 NETWORKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "resnet18": ({"model": "resnet18"}, ("relu", "layer1", "layer3")),
     "vgg11": ({"model": "torchvision", "model.name": "vgg11"}, ("features.1", "features.7", "features.14")),
@@ -96,8 +94,6 @@ def bench(asked: Options, path: Path) -> Results:
 COLUMNS: dict[str, Any] = {
     "codec": lambda row: row["codec"] + ("" if row["sent_as"] == row["codec"] else f" -> {row['sent_as']}"),
     "ratio": "{ratio:.3f}",
-    "bound": "{bound:.3f}",
-    "of bound": lambda row: f"{row['ratio'] / row['bound']:.1%}",
     **{verb: lambda row, verb=verb, of=of: f"{row[of] / row[verb]:.2f}" for verb, of in SPEEDS.items()},
 }
 
@@ -190,59 +186,6 @@ CLASSES: dict[str, Callable[[Options], Iterator[Subject]]] = {
 }
 
 
-# Bounds.
-
-
-def bound(codec: str, words: np.ndarray, dtype: torch.dtype, chosen: np.ndarray | None = None) -> float:
-    """Best ratio (before / after) that the format of ``codec`` could have; inf: nothing to send.
-
-    zero_value: bitmap, offsets and non-zero words; exponent: sign and mantissa as they are, exponents at
-    their entropy; byte_plane: every plane of bytes at its entropy; narrow: the bits of the range.
-
-    Args:
-        words: Unsigned integers, the bits of a tensor of ``dtype``.
-        chosen: Words to send, where a mask that both sides have says so; then there is no bitmap.
-    """
-    first, _, then = codec.partition("+")
-    if first != "zero_value":
-        num_bytes = _packed_bytes(first, words, dtype)
-    elif chosen is not None:
-        num_bytes = _packed_bytes(then, words[chosen], dtype)
-    else:
-        nonzero = sections(len(words)).values + _packed_bytes(then, words[words != 0], dtype)
-        num_bytes = min(nonzero, _packed_bytes(then, words, dtype))
-    return words.nbytes / num_bytes if num_bytes else inf
-
-
-def _packed_bytes(codec: str, words: np.ndarray, dtype: torch.dtype) -> float:
-    num, bits = len(words), 8 * words.itemsize
-    if codec == "exponent" and num:
-        return num * (bits - EXPONENT_BITS + entropy(_planes(words, dtype)[-1])) / 8
-    if codec == "byte_plane":
-        return sum(num * entropy(plane) / 8 for plane in _planes(words, dtype)) if num else 0.0
-    if codec == "narrow" and num:
-        signed = words.view(words.dtype.str.replace("u", "i")) if dtype.is_signed else words
-        return num * max(1, (int(signed.max()) - int(signed.min())).bit_length()) / 8
-    return float(words.nbytes)
-
-
-def entropy(symbols: np.ndarray) -> float:
-    """Bits per symbol of bytes, each coded by itself."""
-    counts = np.zeros(256, np.int64)
-    for start in range(0, len(symbols), CHUNK):
-        counts += np.bincount(symbols[start : start + CHUNK], minlength=256)
-    shares = counts[counts > 0] / max(1, len(symbols))
-    return float(-(shares * np.log2(shares)).sum())
-
-
-def _planes(words: np.ndarray, dtype: torch.dtype) -> list[np.ndarray]:
-    """Bytes of the words, least significant first; floats rotated by a bit, so that exponents are whole."""
-    if dtype.is_floating_point:
-        words = (words << 1) | (words >> (8 * words.itemsize - 1))
-    octets = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), words.itemsize)
-    return [octets[:, k] for k in range(words.itemsize)]
-
-
 # Sides: each codec in kept memory, and by encode and decode; others by their packages.
 
 
@@ -265,11 +208,11 @@ def rows_of(subject: Subject, kind: str, asked: Options) -> Iterator[dict[str, A
     common: Routes = {"copy": copy, "clone": tensor.clone}
     batch = max(1, BATCH_BYTES // max(1, tensor.nbytes))
 
-    def row(name: str, num_bytes: int, sent_as: str, routes: Routes, best: float = inf) -> dict[str, Any]:
+    def row(name: str, num_bytes: int, sent_as: str, routes: Routes) -> dict[str, Any]:
         # Processor time leaves out what others on the machine run in between.
         sides = {name: timed(call, batch, clock=time.thread_time) for name, call in (common | routes).items()}
         taken = alternate(sides, asked.repeats, seconds=SECONDS, clock=time.thread_time)
-        ratio = {"ratio": tensor.nbytes / max(1, num_bytes), "bound": best if isfinite(best) else None}
+        ratio = {"ratio": tensor.nbytes / max(1, num_bytes)}
         row = {"codec": name, "sent_as": sent_as, "runs": len(taken["clone"])}
         return facts | row | ratio | medians(taken)
 
@@ -297,9 +240,7 @@ def rows_of(subject: Subject, kind: str, asked: Options) -> Iterator[dict[str, A
         expected = numbers if chosen is None else np.where(chosen, numbers, 0)
         result = _octets(decoded(frame, mask)).numpy().view(numbers.dtype)
         assert np.array_equal(result, expected), f"{name} changed a bit"
-        yield row(
-            name, header.payload_bytes, header.codec, routes, bound(name, numbers, tensor.dtype, chosen)
-        )
+        yield row(name, header.payload_bytes, header.codec, routes)
     for name, (pack, unpack) in (peers() if mask is None else {}).items():
         if name in asked.codecs:
             packed = pack(numbers)

@@ -134,11 +134,9 @@ class Gain:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """See ``Policy``."""
         return {name: space.held for name, space in self.spaces.items() if space.held}
 
     def join(self, job: Job, now: float) -> None:
-        """See ``Policy``."""
         if job.name in self.spaces:
             self.spaces[job.name].job = job
             self.spaces[job.name].progress.update(job)
@@ -147,7 +145,6 @@ class Gain:
         self._sort()
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
-        """See ``Policy``."""
         space = self.spaces.pop(name, None)
         if space is None:
             return ()
@@ -164,7 +161,6 @@ class Gain:
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
     ) -> tuple[Entry, ...]:
-        """See ``Policy``."""
         space = self.spaces[name]
         space.progress.begin(order, following, now)  # S32: two known orders
         left, back = space.turn()  # S38: the halves change roles; S32: counters are zeroed
@@ -175,7 +171,6 @@ class Gain:
         return tuple((name, index) for index in (*left, *strange))
 
     def use(self, name: str, index: int, now: float) -> Decision:
-        """See ``Policy``."""
         space = self.spaces[name]
         space.progress.use(index, now)
         if index in space.following:  # used twice in an epoch
@@ -188,7 +183,6 @@ class Gain:
         return Decision((name, index), ((name, index),) if gone is None else gone)
 
     def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
-        """See ``Policy``."""
         space = self.spaces[name]
         if index in space.current or index in space.following:
             return Decision((name, index))
@@ -197,7 +191,6 @@ class Gain:
         return MISS if gone is None else Decision((name, index), gone)
 
     def drop(self, entry: Entry) -> None:
-        """See ``Policy``."""
         space, index = self.spaces.get(entry[0]), entry[1]
         if space is not None and index in space.current:
             self.pool += space.spend(index)

@@ -60,7 +60,6 @@ class NextUse:
         return held
 
     def join(self, job: Job, now: float) -> None:
-        """See ``Policy``."""
         if job.name in self._readers:
             self._readers[job.name].update(job)
         else:
@@ -86,7 +85,6 @@ class NextUse:
         return evicted
 
     def use(self, name: str, index: int, now: float) -> Decision:
-        """See ``Policy``."""
         reader = self._readers[name]
         reader.use(index, now)
         entry = reader.job.data, index
@@ -98,7 +96,6 @@ class NextUse:
         return Decision(entry, () if stays else (entry,))
 
     def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
-        """See ``Policy``."""
         reader = self._readers[name]
         entry = reader.job.data, index
         if entry in self.uses:
@@ -114,7 +111,6 @@ class NextUse:
         return Decision(entry, evicted)
 
     def drop(self, entry: Entry) -> None:
-        """See ``Policy``."""
         if (use := self.uses.pop(entry, None)) is not None:
             self.num_bytes -= use.num_bytes
 

@@ -28,7 +28,6 @@ class Lru:
         return {name: num_bytes for name, num_bytes in held.items() if num_bytes}
 
     def join(self, job: Job, now: float) -> None:
-        """See ``Policy``."""
         self._data[job.name] = job.data
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
@@ -46,7 +45,6 @@ class Lru:
         return ()
 
     def use(self, name: str, index: int, now: float) -> Decision:
-        """See ``Policy``."""
         entry = self._data[name], index
         if entry not in self._entries:
             return MISS
@@ -54,7 +52,6 @@ class Lru:
         return Decision(entry)
 
     def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
-        """See ``Policy``."""
         entry, evicted = (self._data[name], index), list[Entry]()
         if entry in self._entries:
             return Decision(entry)
@@ -68,7 +65,6 @@ class Lru:
         return Decision(entry, tuple(evicted))
 
     def drop(self, entry: Entry) -> None:
-        """See ``Policy``."""
         self._num_bytes -= self._entries.pop(entry, 0)
 
 
