@@ -18,9 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 from rich.table import Table
 from torch import nn
 
@@ -30,8 +27,7 @@ from penstock.pipeline.distributed.launcher import run_rank, start_ranks
 from penstock.pipeline.run import build, console, early
 from penstock.pipeline.run.planning import prepare, training_batches
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.scripts import overrides
-from penstock.scripts.application import checked
+from penstock.scripts import application
 from penstock.scripts.circumstances import circumstances
 from penstock.stages.files import save_json
 from penstock.stages.plan.plan import Plan
@@ -174,26 +170,18 @@ def train_config(
         defaults: Values of options that are not typed.
         fixed: Values that the bench needs; to type one is refused.
     """
-    keys, fixed = [item.partition("=")[0].lstrip("+") for item in typed], fixed or {}
-    for key in keys:
-        if key in fixed:
-            raise ConfigError(f"this bench trains with {key}={fixed[key]}; drop {key}=")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where model._target_=my.Net usually is
-    typed = overrides.with_own_groups(typed)
-    keys = [item.partition("=")[0].lstrip("+") for item in typed]
+    keys, fixed = {item.partition("=")[0].lstrip("+") for item in typed}, fixed or {}
+    for key in keys & fixed.keys():
+        raise ConfigError(f"this bench trains with {key}={fixed[key]}; drop {key}=")
     common = {"scheduler": "none", "epochs": 1_000_000, "deadline": 120}
-    given = [f"{key}={value}" for key, value in {**common, **defaults, **fixed}.items() if key not in keys]
-    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-    OmegaConf.register_new_resolver("pid", os.getpid, replace=True)
-    with hydra.initialize_config_module("penstock.conf", version_base="1.3"):
-        try:
-            config = hydra.compose("train", overrides=[*given, *typed])
-        except Exception as error:  # Hydra's grammar and composition raise several unrelated kinds
-            raise overrides.refusal("train", (), [*given, *typed], error) from error
-    made = checked(config, TrainConfig)
-    early.check(made, typed)
-    return made
+    given = [
+        f"{key}={value}"
+        for key, value in {**common, **defaults, **fixed}.items()
+        if not keys & {key, f"{key}._target_"}
+    ]
+    found = application.options("train", TrainConfig, arguments=[*given, *typed], early=early.check)
+    assert found, "there are no flags"
+    return found[0]
 
 
 # One job, on this process or on ranks.
