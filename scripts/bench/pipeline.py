@@ -32,6 +32,7 @@ from penstock.pipeline.run.metrics import DIRECTIONS, Totals, ratio
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.training_loop import loss
+from penstock.pipeline.runtime.report import Report
 from penstock.stages.plan.plan import Plan
 from penstock.stages.units import show_bytes, show_rate
 
@@ -82,8 +83,6 @@ def options() -> Any:
         help="micro-batches in flight beyond 1f1b, a contestant each; for schedules the first")  # fmt: skip
     add("--links", type=listed(_link), default=[LOOPBACK, "1Gbit", "100Mbit", "20Mbit", "10Mbit"],
         help="loopback, or rates of the link between two ranks")  # fmt: skip
-    add("--delay", type=float, default=0.0, help="milliseconds that a shaped link adds each way (netem)")
-    add("--burst", default="64KiB", help="size of the token bucket of a shaped link")
     add("--warmup", type=count, default=3, help="steps of each side before anything is timed")
     add("--steps", type=count, default=10, help="most steps of a run")
     seconds = "a run has fewer steps where steps would take longer than this"
@@ -114,7 +113,7 @@ def bench(asked: Options, path: Path) -> Results:
             f"ranks={config.ranks} batch_size={config.batch_size} micro_batches={config.micro_batches}; "
             "change one"
         )
-    links = [shaped_links.parse_link(name, burst=asked.burst, delay=asked.delay) for name in asked.links]
+    links = [shaped_links.parse_link(name) for name in asked.links]
     if config.ranks > 2 and (shaped := [link.name for link in links if link.rate]):
         raise ConfigError(f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out")
     entrants = entrants_of(asked)
@@ -193,27 +192,24 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return a row of each side: samples per second, those relative to its rival's, and bytes of a step."""
     rows: dict[str, dict[str, Any]] = {}
+
+    def speeds(seconds: Sequence[float]) -> dict[str, Any]:
+        runs = [size / one for one in seconds]
+        return {"samples_per_second": statistics.median(runs), "samples_per_second_of_runs": runs}
+
     for name, entrant in entrants.items():
         run, plan, row = runs[name], plans[name], {"link": link.name, "schedule": entrant.schedule}
         rival = f"{TORCH} {entrant.schedule}" if entrant.rival == TORCH else entrant.rival
-        sides = {rival: run["rival"], name: run["penstock"]}
-        speeds = {
-            side: {
-                "samples_per_second": size / statistics.median(seconds),
-                "samples_per_second_of_runs": [size / one for one in seconds],
-            }
-            for side, seconds in sides.items()
-        }
-        if entrant.rival == TORCH:  # its tensors pass all cuts as they are
+        if entrant.rival == TORCH and rival not in rows:  # its tensors pass all cuts as they are
             passed = {f: plan.micro_batches * sum(getattr(s, f) for s in plan.stages) for f in BYTES_OF_PLANS}
-            sent = {name: passed[f"bytes_{name.rpartition('_')[2]}"] for name in BYTES}
-            rows.setdefault(
-                rival, row | {"side": TORCH, "codec": "none", "extra_in_flight": 0} | sent | speeds[rival]
+            sent = {field: passed[f"bytes_{field.rpartition('_')[2]}"] for field in BYTES}
+            rows[rival] = (
+                row | {"side": TORCH, "codec": "none", "extra_in_flight": 0} | sent | speeds(run["rival"])
             )
         row |= {"side": "penstock", "name": name, "rival": rival, "weights": entrant.weights}
         row |= {"codec": entrant.codec, "extra_in_flight": entrant.extra_in_flight, "stages": plan.num_stages}
-        row |= {key: one for key, one in run.items() if key not in ("rival", "penstock")} | speeds[name]
-        rows[name] = row | ratio_of_pairs(run["rival"], run["penstock"])
+        row |= {key: one for key, one in run.items() if key not in ("rival", "penstock")}
+        rows[name] = row | speeds(run["penstock"]) | ratio_of_pairs(run["rival"], run["penstock"])
         if run["simulated_seconds"]:
             rows[name]["of_simulated"] = run["simulated_seconds"] / statistics.median(run["penstock"])
     return list(rows.values())
@@ -241,67 +237,54 @@ COLUMNS: dict[str, Any] = {
 
 
 class Racer:
-    """A pipeline on this rank that takes turns: torch's, or Penstock's (``Ours``)."""
+    """A pipeline on this rank that takes turns: torch's, or Penstock's, whose steps are counted."""
 
-    def __init__(self, pipe: Any, plan: Plan, batches: Sequence[Any]) -> None:
-        self.pipe, self.plan, self._batches, self.num_steps = pipe, plan, cycle(batches), 1
+    def __init__(
+        self, pipe: TorchPipeline | Pipeline, plan: Plan, batches: Sequence[Any], stream: bool
+    ) -> None:
+        self.pipe, self.plan, self.stream = pipe, plan, stream
+        self._batches, self.num_steps = cycle(batches), 1
+        self.totals = Totals(num_stages=plan.num_stages)
 
-    def take_step(self) -> float | None:
+    def take_step(self) -> float:
         """Take a step on the next batch; return its loss, which torch has on the last stage's rank alone."""
-        return self.pipe.step(*next(self._batches))
+        found = self.pipe.step(*next(self._batches))
+        if isinstance(found, Report):
+            self.totals.add(found)
+            return found.loss
+        return found or 0.0
 
     def warm_up(self, asked: Options) -> float:
         """Take the steps that are not timed, and see how many fit into a run; return the first loss."""
         world = World.default()
-        first = world.broadcast(self.take_step() or 0.0, self.plan.owner(-1))
+        first = world.broadcast(self.take_step(), self.plan.owner(-1))
         self.num_steps = max(1, asked.warmup - 1)
         seconds = world.broadcast(self.run(), 0)
         self.num_steps = max(1, min(asked.steps, int(asked.seconds / seconds)))
+        while isinstance(self.pipe, Pipeline) and not (self.stream or self.pipe.policy.settled):
+            self.take_step()  # ``codec=auto`` still tries
+        self.totals = Totals(num_stages=self.plan.num_stages)
         return first
 
     def run(self) -> float:
-        """Take the steps of a run together with the other ranks; return the seconds of one step."""
+        """Take the steps of a run together with the other ranks; return the seconds of one step.
+
+        A stream is filled before and drained after: others will use the group."""
+        if self.stream:
+            self.take_step()
         dist.barrier()
         start = time.perf_counter()
         for _ in range(self.num_steps):
             self.take_step()
         dist.barrier()
-        return (time.perf_counter() - start) / self.num_steps
-
-
-class Ours(Racer):
-    """Our pipeline; counts the bytes of its steps, and how much of them the ranks waited."""
-
-    def __init__(self, pipe: Pipeline, batches: Sequence[Any], *, stream: bool) -> None:
-        super().__init__(pipe, pipe.plan, batches)
-        self.stream, self.totals = stream, Totals(num_stages=self.plan.num_stages)
-
-    def take_step(self) -> float:
-        """Take a step on the next batch; return its loss."""
-        report = self.pipe.step(*next(self._batches))
-        self.totals.add(report)
-        return report.loss
-
-    def warm_up(self, asked: Options) -> float:
-        """As every side's; also the steps in which ``codec=auto`` still tries."""
-        first = super().warm_up(asked)
-        while not (self.stream or self.pipe.policy.settled):
-            self.take_step()
-        self.totals = Totals(num_stages=self.plan.num_stages)
-        return first
-
-    def run(self) -> float:
-        """Take the steps of a run; a stream is filled before and drained after: others will use the group."""
-        if self.stream:
-            self.take_step()
-        seconds = super().run()
-        if self.stream:
+        seconds = (time.perf_counter() - start) / self.num_steps
+        if self.stream and isinstance(self.pipe, Pipeline):
             self.pipe.drain()
         return seconds
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self, policy: Any) -> dict[str, Any]:
         """Bytes and bubbles of a step, most versions of the weights, the depth and best step of ``auto``."""
-        totals, policy = self.totals, self.pipe.policy
+        totals = self.totals
         return {name: sum(stage[name] for stage in totals.stages) / totals.num_steps for name in BYTES} | {
             "flew": policy.extra,
             "simulated_seconds": min((turn.predicted for turn in policy.turns), default=None),
@@ -321,16 +304,17 @@ def race_rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
     rate = measured_rates(world, [(0, 1)], deadline=config.deadline).get((0, 1))
     facts |= {"rate_measured": rate and 8 * rate, "congestion_control": CONGESTION.read_text().strip()}
     job, plans, sides = Job(config), harness.load_plans(folder), dict[str, Racer]()
-    batches, rivals = job.batches(), dict[str, str]()
+    batches, rivals, pipes = job.batches(), dict[str, str](), dict[str, Pipeline]()
     common: dict[str, Any] = {"loss": loss, "optimizer": job.optimizer}
     for name, entrant in entrants.items():
         rivals[name] = f"{TORCH} {entrant.schedule}" if entrant.rival == TORCH else entrant.rival
         if entrant.rival == TORCH and rivals[name] not in sides:
             rival = TorchPipeline(job.model(), plans[name], **common)
-            sides[rivals[name]] = Racer(rival, plans[name], batches)
+            sides[rivals[name]] = Racer(rival, plans[name], batches, stream=False)
     common |= {"seed": config.seed, "deadline": config.deadline}
     for name, entrant in entrants.items():
-        sides[name] = Ours(Pipeline(job.model(), plans[name], **common), batches, stream=entrant.stream)
+        pipe = pipes[name] = Pipeline(job.model(), plans[name], **common)
+        sides[name] = Racer(pipe, pipe.plan, batches, stream=entrant.stream)
     first = {name: side.warm_up(asked) for name, side in sides.items()}
     facts["first_losses"] = {
         n: one for n, one in first.items() if n not in entrants or not entrants[n].stream
@@ -340,11 +324,10 @@ def race_rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
     for name, rival in rivals.items():  # a run of the rival before each of ours
         turns |= {(name, "rival"): sides[rival].run, (name, "penstock"): sides[name].run}
     taken = alternate(turns, asked.repeats)
-    runs: dict[str, Any] = {}
-    for name in entrants:
-        side = sides[name]
-        assert isinstance(side, Ours), "entrants are ours"
-        runs[name] = side.measured() | {who: taken[name, who] for who in ("rival", "penstock")}
+    runs = {
+        name: sides[name].measured(pipe.policy) | {who: taken[name, who] for who in ("rival", "penstock")}
+        for name, pipe in pipes.items()
+    }
     world.close()
     return {"facts": facts, "runs": runs}
 

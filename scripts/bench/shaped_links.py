@@ -19,29 +19,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.compression.errors import TransportError
-from penstock.stages.units import parse_bytes, parse_rate
+from penstock.stages.units import parse_rate
 
 LOOPBACK, DEVICE = "loopback", "penstock0"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-LATENCY = "400ms"  # the longest that a packet may wait in the bucket before it is dropped
-QUEUE_PACKETS = 100_000  # netem drops what is in flight beyond this; its default of 1000 is 1.5 MB
+BURST_BYTES, LATENCY = 64 << 10, "400ms"  # of the bucket, and the longest that a packet waits in it
 SIOCETHTOOL, SET_OFFLOADS = 0x8946, (0x1F, 0x24, 0x2C)  # tso, gso, gro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Link between two ranks; without a rate it is the loopback device, which nobody shapes.
-
-    Attributes:
-        rate: Bits per second in each direction.
-        burst: Bytes in the bucket.
-        delay: Milliseconds in each direction.
-    """
+    """Link between two ranks; without a rate (bits per second each way) it is the loopback device."""
 
     name: str
     rate: float | None = None
-    burst: int = 0
-    delay: float = 0.0
 
     @property
     def device(self) -> str:
@@ -49,12 +41,9 @@ class Link:
         return "lo" if self.rate is None else DEVICE
 
 
-def parse_link(value: str, *, burst: str = "64KiB", delay: float = 0.0) -> Link:
+def parse_link(value: str) -> Link:
     """Return the link that is called ``loopback``, or has a rate such as ``100Mbit``."""
-    if value == LOOPBACK:
-        return Link(name=LOOPBACK)
-    rate = parse_rate(value, name="links")
-    return Link(name=value, rate=rate, burst=parse_bytes(burst, name="burst"), delay=delay)
+    return Link(name=value, rate=None if value == LOOPBACK else parse_rate(value, name="links"))
 
 
 @contextlib.contextmanager
@@ -78,16 +67,13 @@ def joined(link: Link, *, ranks: int = 2) -> Iterator[list[list[str]]]:
         ends = [["nsenter", "--target", str(holder), *keep, "--net"] for holder in (first, second)]
         # 2. the link between them
         _run(ends[0], f"ip link add {DEVICE} type veth peer name {DEVICE} netns {second}")
-        # 3. its speed: packets pass the delay and then the bucket (tc-netem(8), "Rate control")
-        bucket = f"tbf rate {round(link.rate)}bit burst {link.burst}b latency {LATENCY}"
-        delayed = f"root handle 1: netem delay {link.delay:g}ms limit {QUEUE_PACKETS}"
-        queues = [delayed, f"parent 1:1 handle 2: {bucket}"] if link.delay else [f"root {bucket}"]
-        for number, end in enumerate(ends, 1):
-            _run(end, f"ip address add 10.77.0.{number}/24 dev {DEVICE}")
+        # 3. its speed
+        bucket = f"tbf rate {round(link.rate)}bit burst {BURST_BYTES}b latency {LATENCY}"
+        for end, address in zip(ends, ADDRESSES, strict=True):
+            _run(end, f"ip address add {address}/24 dev {DEVICE}")
             _run(end, "ip link set lo up")
             _run(end, f"ip link set {DEVICE} up")
-            for queue in queues:
-                _run(end, f"tc qdisc add dev {DEVICE} {queue}")
+            _run(end, f"tc qdisc add dev {DEVICE} root {bucket}")
         yield ends
 
 
