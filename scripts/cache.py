@@ -142,7 +142,7 @@ def view(state: Mapping[str, Any]) -> RenderableType:
             escape(job["data"]),
             f"{job['epoch'] + 1}/{job['epochs']}",
             f"{job['progress']:.0%}",
-            f"{job['connections']}/{job['readers']}" if job["readers"] > 1 else str(job["connections"]),
+            str(job["connections"]),
             str(job["hits"]),
             rate,
             show_bytes(job["hit_bytes"]),

@@ -25,27 +25,11 @@ from ...stages.split_inputs import Split
 from .cached import CacheReader, Counts
 from .random_draws import drawing, order_of
 
-# Tables: splits of samples. Its methods say how a table may be read: ``batch`` makes a batch at once;
-# ``inputs_of``, ``targets_of`` and ``form`` let a rank read what it computes with alone; ``in_memory``:
-# reading is not worth a process; ``path`` names the file of a sample, for people; ``stream`` has its own
-# order.
+Table = Any
+"""A split of samples, any map-style torch data set: ``table[index]`` is (input, target).
 
-
-class SampleTable(Protocol):
-    """One split: any map-style torch ``Dataset``; ``table[index]`` is (input, target)."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-@runtime_checkable
-class BatchTable(Protocol):
-    """One split that makes a whole batch at once, which is faster than collating single samples."""
-
-    def __len__(self) -> int: ...
-    def batch(self, indices: Tensor) -> tuple[Any, Any]:
-        """Return the inputs and targets of the samples with these numbers (int64, one dimension)."""
-        ...
+More methods say how it may be read: ``batch(indices)`` makes a batch at once, which is faster than collating
+samples; ``in_memory``: reading is not worth a process; ``path(index)`` names a sample's file for people."""
 
 
 @runtime_checkable
@@ -80,15 +64,11 @@ class StreamTable(Protocol):
         ...
 
 
-IndexedTable = SampleTable | BatchTable | PartTable
-Table = IndexedTable | StreamTable
-
-
-def batch_of(table: IndexedTable, indices: Tensor) -> tuple[Any, Any]:
+def batch_of(table: Table, indices: Tensor) -> tuple[Any, Any]:
     """Return inputs and targets of the samples with these numbers."""
     if isinstance(table, PartTable):
         return table.inputs_of(indices), table.targets_of(indices)
-    if isinstance(table, BatchTable):
+    if hasattr(table, "batch"):
         return table.batch(indices)
     inputs, targets = default_collate([table[index] for index in indices.tolist()])
     return inputs, targets
@@ -202,7 +182,7 @@ class BatchReader:
         return self._orders[key]
 
     def _read(
-        self, table: IndexedTable, indices: Tensor, place: BatchIndex
+        self, table: Table, indices: Tensor, place: BatchIndex
     ) -> tuple[tuple[Any, Any] | None, tuple[BrokenSample, ...]]:
         try:
             return self._parts(table, indices, place), ()
@@ -215,7 +195,7 @@ class BatchReader:
             return None, tuple(broken.values())
         return self._parts(table, left, place), tuple(broken.values())
 
-    def _parts(self, table: IndexedTable, indices: Tensor, place: BatchIndex) -> tuple[Any, Any]:
+    def _parts(self, table: Table, indices: Tensor, place: BatchIndex) -> tuple[Any, Any]:
         needs = self.needs
         with drawing(*place, seed=self.seed):
             if not isinstance(table, PartTable) or needs == Needs():
@@ -229,7 +209,7 @@ class BatchReader:
                 inputs = table.inputs_of(indices)
             return inputs, table.targets_of(indices) if needs.targets else targets
 
-    def _tried(self, table: IndexedTable, index: int, place: BatchIndex) -> BrokenSample | None:
+    def _tried(self, table: Table, index: int, place: BatchIndex) -> BrokenSample | None:
         try:
             self._parts(table, torch.tensor([index]), place)
         except Exception as error:

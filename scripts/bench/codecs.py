@@ -1,19 +1,17 @@
 """Speed and ratio of every codec on every class of tensors, next to a copy, lz4, zstd and blosc2.
 
-Whatever is timed has been checked bit for bit. Ratios have a bound next to them: Shannon, A Mathematical
-Theory of Communication (1948), for symbols taken one by one (order 0)."""
+Whatever is timed has been checked bit for bit."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import cycle, islice
-from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,41 +19,25 @@ import harness
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import Options, Results, alternate, medians, say, timed
+from harness import Options, Results, alternate, medians, timed
 from torch import Tensor
 
 from penstock.compression.buffers import Pool
 from penstock.compression.codec import CODECS, decode, encode
-from penstock.compression.frame import header_bytes, read_header, sections
+from penstock.compression.frame import header_bytes, read_header
 from penstock.compression.geometry import Words
 from penstock.compression.kernels import jit
 from penstock.compression.names import lossless
-from penstock.compression.registry import codecs_on
-from penstock.compression.zero_value import (
-    bitmap_for,
-    bitmap_in,
-    has_bitmap,
-    pack_masked,
-    unpack_masked,
-)
-from penstock.conf.schema import TrainConfig
-from penstock.pipeline.pipeline import Pipeline
+from penstock.compression.zero_value import has_bitmap
 from penstock.pipeline.run import build
-from penstock.pipeline.run.planning import decide
 from penstock.pipeline.run.training_loop import loss
-from penstock.pipeline.schedules.messages import Message
 from penstock.stages.units import parse_bytes, show_bytes
 
 Routes = dict[str, Callable[[], Any]]
 PEERS = ("lz4", "zstd_1", "blosc2_shuffle", "blosc2_bitshuffle")
 SPEEDS = {"pack": "copy", "unpack": "copy", "encode": "clone", "decode": "clone"}
-SMALL_BYTES = (1 << 10, 16 << 10, 64 << 10)
-BATCH_BYTES, CALLS, SECONDS = (
-    2 << 20,
-    50,
-    0.4,
-)  # a small tensor is timed many times; seconds for all runs of a side
-CHUNK, EXPONENT_BITS = 1 << 20, 8
+BATCH_BYTES, SECONDS = 2 << 20, 0.4  # a small tensor is timed many times; seconds for all runs of a side
+SEED = 0
 NETWORKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "resnet18": ({"model": "resnet18"}, ("relu", "layer1", "layer3")),
     "vgg11": ({"model": "torchvision", "model.name": "vgg11"}, ("features.1", "features.7", "features.14")),
@@ -76,21 +58,17 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 def options() -> Any:
     """Return the parser of the command line."""
-    made = harness.parser(__doc__, job="data=digits ranks=2; for the class job", repeats=9)
-    listed, name_of = harness.list_of, harness.name_of
-    add = made.add_argument
-    add("--classes", type=listed(name_of(tuple(CLASSES))), default=list(CLASSES)[:-1],
-        help=f"classes of tensors: {', '.join(CLASSES)}; job: what crosses the cuts of the job")  # fmt: skip
+    made = harness.parser(__doc__, repeats=9)
+    listed, add = harness.list_of, made.add_argument
+    add("--classes", type=listed(known=CLASSES), default=list(CLASSES), help=f"of {', '.join(CLASSES)}")
     known = (*lossless(), *PEERS)
-    add("--codecs", type=listed(name_of(known)), default=list(known), help="codecs, Penstock's and others'")
-    size = harness.option(lambda text: parse_bytes(text, name="sizes"))
+    add("--codecs", type=listed(known=known), default=list(known), help="codecs, Penstock's and others'")
+    size = partial(parse_bytes, name="sizes")
     add("--sizes", type=listed(size), default=[32 << 20], help="bytes of synthetic tensors, such as 32MiB")
-    density = harness.between(-1e-9, 1)
+    density = harness.at_least(0.0)
     add("--densities", type=listed(density), default=[0.1, 0.5, 0.9, 1.0], help="share of non-zero elements")
     dtypes = ("float64", "float32", "float16", "bfloat16")
-    add("--dtypes", type=listed(name_of(dtypes)), default=["float32", "bfloat16"], help="dtypes of floats")
-    isas = "kernels: avx512, avx2 or portable; none: the machine's best, and encode and decode too"
-    add("--isa", type=name_of(("avx512", "avx2", "portable")), help=isas)
+    add("--dtypes", type=listed(known=dtypes), default=["float32", "bfloat16"], help="dtypes of floats")
     capture = "steps that a network trains before its tensors are taken"
     add("--capture-steps", type=harness.at_least(1), default=10, help=capture)
     return made
@@ -98,42 +76,25 @@ def options() -> Any:
 
 def bench(asked: Options, path: Path) -> Results:
     """Measure every codec on every class of tensors; results are printed and kept tensor by tensor."""
-    config = harness.train_config(asked.job, {"threads": 1})
-    torch.set_num_threads(config.threads or 1)
-    codecs = CODECS if asked.isa is None else codecs_on(asked.isa)
-    results = Results(path, threads=config.threads, isa=asked.isa or jit.host_isas()[0], rows=[], overhead=[])
+    torch.set_num_threads(1)
+    results = Results(path, threads=1, isa=jit.host_isas()[0], rows=[])
     packages = {name: version(name) for name in ("lz4", "zstandard", "blosc2") if find_spec(name)}
     results.content["versions"] |= packages
     for kind in asked.classes:
-        for subject in CLASSES[kind](asked, config):
+        for subject in CLASSES[kind](asked):
             tensor = subject.tensor.detach().contiguous()
-            rows = list(rows_of(subject._replace(tensor=tensor), kind, asked, codecs))
+            rows = list(rows_of(subject._replace(tensor=tensor), kind, asked))
             results.keep(rows=rows)
-            first = rows[0]
-            facts = (
-                f"{kind} {first['dtype']}, {show_bytes(first['num_bytes'])}, {first['density']:.1%} not zero"
-            )
-            harness.show(rows, COLUMNS, title=f"{first['tensor']}: {facts}")
-    if asked.isa is None:
-        results.keep(overhead=call_overhead(asked))
-        harness.show(
-            results.content["overhead"], CALL_COLUMNS, title="one call on a small tensor, microseconds"
-        )
-    say("pack and unpack as multiples of a copy to kept memory; encode and decode of tensor.clone()")
-    if "blosc2" not in packages:
-        say("rows of blosc2 are left out: it is not installed; pip install blosc2 adds them")
+            facts = "{tensor}: {class} {dtype}, {density:.1%} not zero".format_map(rows[0])
+            harness.show(rows, COLUMNS, title=f"{facts}, {show_bytes(tensor.nbytes)}")
+    print("pack and unpack as multiples of a copy to kept memory; encode and decode of tensor.clone()")
     return results
 
 
 COLUMNS: dict[str, Any] = {
     "codec": lambda row: row["codec"] + ("" if row["sent_as"] == row["codec"] else f" -> {row['sent_as']}"),
     "ratio": "{ratio:.3f}",
-    "bound": "{bound:.3f}",
-    "of bound": lambda row: f"{row['ratio'] / row['bound']:.1%}",
     **{verb: lambda row, verb=verb, of=of: f"{row[of] / row[verb]:.2f}" for verb, of in SPEEDS.items()},
-}
-CALL_COLUMNS: dict[str, Any] = {"codec": "{codec}", "bytes": "{num_bytes}"} | {
-    verb: lambda row, verb=verb: f"{1e6 * row[verb]:.1f}" for verb in ("encode", "decode", "clone")
 }
 
 
@@ -148,8 +109,8 @@ class Subject(NamedTuple):
     mask: Tensor | None = None
 
 
-def _synthetic(asked: Options, config: TrainConfig) -> Iterator[Subject]:
-    source = torch.Generator().manual_seed(config.seed)
+def _synthetic(asked: Options) -> Iterator[Subject]:
+    source = torch.Generator().manual_seed(SEED)
     for dtype in _dtypes(asked):
         for size in asked.sizes:
             for density in asked.densities:
@@ -158,15 +119,15 @@ def _synthetic(asked: Options, config: TrainConfig) -> Iterator[Subject]:
                 yield Subject(f"random, density {density:g}", values.masked_fill_(zeros, 0))
 
 
-def _networks(asked: Options, config: TrainConfig, names: Sequence[str]) -> Iterator[Subject]:
+def _networks(asked: Options, *, images: bool) -> Iterator[Subject]:
     """Activations and their gradients, the latter also at the bitmap of the activation's frame."""
-    for network in names:
-        defaults, paths = NETWORKS[network]
-        images = {"data": "fashion_mnist" if FASHION_MNIST.is_dir() else "digits"}
-        common = {"threads": config.threads, "seed": config.seed, "batch_size": 64, **images}
-        kept = trained(harness.train_config([], common | defaults), paths, asked.capture_steps)
+    for network, (defaults, paths) in NETWORKS.items():
+        if network.startswith("gpt") == images:
+            continue
+        data = "fashion_mnist" if FASHION_MNIST.is_dir() else "digits"
+        kept = trained({"threads": 1, "batch_size": 64, "data": data} | defaults, paths, asked.capture_steps)
         for path in paths:
-            masked = network in MASKED and (path == paths[0] or not network.startswith("gpt"))
+            masked = network in MASKED and (path == paths[0] or images)
             activation, gradient = kept[f"{path} activation"], kept[f"{path} gradient"]
             for dtype in _dtypes(asked):
                 yield Subject(f"{network} {path} activation", activation.to(dtype))
@@ -176,9 +137,9 @@ def _networks(asked: Options, config: TrainConfig, names: Sequence[str]) -> Iter
                     yield Subject(f"{network} {path} gradient, mask reused", gradient.to(dtype), mask)
 
 
-def trained(config: TrainConfig, paths: Sequence[str], num_steps: int) -> dict[str, Tensor]:
+def trained(options: Mapping[str, Any], paths: tuple[str, ...], num_steps: int) -> dict[str, Tensor]:
     """Train a network; return the outputs of modules in the last step, and the gradients of these."""
-    job, kept = harness.Job(config), dict[str, Tensor]()
+    job, kept = harness.Job(harness.train_config([], options)), dict[str, Tensor]()
     torch.set_deterministic_debug_mode("default")  # a setting of jobs
     network = job.model()
 
@@ -199,122 +160,36 @@ def trained(config: TrainConfig, paths: Sequence[str], num_steps: int) -> dict[s
     return kept
 
 
-def _integers(asked: Options, config: TrainConfig) -> Iterator[Subject]:
-    """Indices of a max-pool, tokens and labels, as torch makes them: int64."""
-    wide, labels = _convolved(config)
+def _integers(asked: Options) -> Iterator[Subject]:
+    """Indices of a max-pool, tokens and labels (int64); where a ReLU passes, what a dropout keeps."""
+    source = torch.Generator().manual_seed(SEED)
+    digits = build.samples({"_target_": "penstock.pipeline.data.digits.load"})
+    images, labels = next(digits.batches("train", batch_size=64, seed=SEED))
+    wide = F.conv2d(images, torch.randn(32, images.size(1), 3, 3, generator=source))
     yield Subject("max-pool indices", F.max_pool2d(F.relu(wide), 2, return_indices=True)[1])
     text = build.samples({"_target_": "penstock.pipeline.data.text.load"})
-    yield Subject("tokens", next(text.batches("train", batch_size=512, seed=config.seed))[0])
+    yield Subject("tokens", next(text.batches("train", batch_size=512, seed=SEED))[0])
     yield Subject("labels", labels)
-
-
-def _masks(asked: Options, config: TrainConfig) -> Iterator[Subject]:
-    """Booleans: where a ReLU passes, what a dropout keeps, what a causal attention sees."""
-    source = torch.Generator().manual_seed(config.seed)
-    yield Subject("ReLU mask", _convolved(config)[0] > 0)
+    yield Subject("ReLU mask", wide > 0)
     yield Subject("dropout mask, keeps 0.9", torch.rand(4 << 20, generator=source) < 0.9)
-    yield Subject("causal mask", torch.ones(2048, 2048, dtype=torch.bool).tril())
-
-
-def _convolved(config: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Output of a convolution on a batch of images, and their labels."""
-    samples = build.samples({"_target_": "penstock.pipeline.data.digits.load"})
-    images, labels = next(samples.batches("train", batch_size=64, seed=config.seed))
-    source = torch.Generator().manual_seed(config.seed)
-    return F.conv2d(images, torch.randn(32, images.size(1), 3, 3, generator=source)), labels
-
-
-def _job(asked: Options, config: TrainConfig) -> Iterator[Subject]:
-    """Tensors that cross the cuts of the job in its last micro-batch, all stages in this process."""
-    job, kept = harness.Job(config), dict[str, Tensor]()
-    plan = dataclasses.replace(decide(config, job.samples), codec="raw")
-    pipe = Pipeline(job.model(), plan, loss=loss, optimizer=job.optimizer, seed=config.seed)
-
-    def leaving(message: Message, item: Tensor) -> None:
-        if item.is_floating_point():
-            what = "activation" if message.answers is None else "gradient"
-            kept[f"{message.name} {what}"] = item.detach().clone()
-
-    pipe.policy.observed, pipe.policy.leaving = lambda messages: max(messages.routes), leaving
-    for batch in islice(cycle(job.batches(asked.capture_steps)), asked.capture_steps):
-        pipe.step(*batch)
-    torch.set_deterministic_debug_mode("default")
-    yield from (Subject(name, tensor) for name, tensor in kept.items())
 
 
 def _dtypes(asked: Options) -> list[torch.dtype]:
     return [getattr(torch, name) for name in asked.dtypes]
 
 
-CLASSES: dict[str, Callable[[Options, TrainConfig], Iterator[Subject]]] = {
+CLASSES: dict[str, Callable[[Options], Iterator[Subject]]] = {
     "synthetic": _synthetic,
-    "images": lambda asked, config: _networks(asked, config, ("resnet18", "vgg11")),
-    "text": lambda asked, config: _networks(asked, config, [n for n in NETWORKS if n.startswith("gpt")]),
+    "images": partial(_networks, images=True),
+    "text": partial(_networks, images=False),
     "integers": _integers,
-    "masks": _masks,
-    "job": _job,
 }
 
 
-# Bounds.
+# Sides: each codec in kept memory, and by encode and decode; others by their packages.
 
 
-def bound(codec: str, words: np.ndarray, dtype: torch.dtype, chosen: np.ndarray | None = None) -> float:
-    """Best ratio (before / after) that the format of ``codec`` could have; inf: nothing to send.
-
-    zero_value: bitmap, offsets and non-zero words; exponent: sign and mantissa as they are, exponents at
-    their entropy; byte_plane: every plane of bytes at its entropy; narrow: the bits of the range.
-
-    Args:
-        words: Unsigned integers, the bits of a tensor of ``dtype``.
-        chosen: Words to send, where a mask that both sides have says so; then there is no bitmap.
-    """
-    first, _, then = codec.partition("+")
-    if first != "zero_value":
-        num_bytes = _packed_bytes(first, words, dtype)
-    elif chosen is not None:
-        num_bytes = _packed_bytes(then, words[chosen], dtype)
-    else:
-        nonzero = sections(len(words)).values + _packed_bytes(then, words[words != 0], dtype)
-        num_bytes = min(nonzero, _packed_bytes(then, words, dtype))
-    return words.nbytes / num_bytes if num_bytes else inf
-
-
-def _packed_bytes(codec: str, words: np.ndarray, dtype: torch.dtype) -> float:
-    num, bits = len(words), 8 * words.itemsize
-    if codec == "exponent" and num:
-        return num * (bits - EXPONENT_BITS + entropy(_planes(words, dtype)[-1])) / 8
-    if codec == "byte_plane":
-        return sum(num * entropy(plane) / 8 for plane in _planes(words, dtype)) if num else 0.0
-    if codec == "narrow" and num:
-        signed = words.view(words.dtype.str.replace("u", "i")) if dtype.is_signed else words
-        return num * max(1, (int(signed.max()) - int(signed.min())).bit_length()) / 8
-    return float(words.nbytes)
-
-
-def entropy(symbols: np.ndarray) -> float:
-    """Bits per symbol of bytes, each coded by itself."""
-    counts = np.zeros(256, np.int64)
-    for start in range(0, len(symbols), CHUNK):
-        counts += np.bincount(symbols[start : start + CHUNK], minlength=256)
-    shares = counts[counts > 0] / max(1, len(symbols))
-    return float(-(shares * np.log2(shares)).sum())
-
-
-def _planes(words: np.ndarray, dtype: torch.dtype) -> list[np.ndarray]:
-    """Bytes of the words, least significant first; floats rotated by a bit, so that exponents are whole."""
-    if dtype.is_floating_point:
-        words = (words << 1) | (words >> (8 * words.itemsize - 1))
-    octets = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), words.itemsize)
-    return [octets[:, k] for k in range(words.itemsize)]
-
-
-# Sides: each codec in kept memory, as a stage calls it, and by encode and decode; others by their packages.
-
-
-def rows_of(
-    subject: Subject, kind: str, asked: Options, codecs: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
+def rows_of(subject: Subject, kind: str, asked: Options) -> Iterator[dict[str, Any]]:
     """Yield a row for each codec that applies to a tensor, after a round trip that must bring back its bits.
 
     ``ratio`` is before / after without headers; seconds are of the processor, on one thread."""
@@ -322,10 +197,9 @@ def rows_of(
     bits = min(64, 8 * tensor.itemsize)
     words = Words(tensor.data_ptr(), tensor.nbytes * 8 // bits, bits, tensor.dtype)
     pool = Pool()
-    out = pool.take(max(codec.max_bytes(words.num_words, bits) for codec in codecs.values()))
+    out = pool.take(max(codec.max_bytes(words.num_words, bits) for codec in CODECS.values()))
     back = pool.take(max(1, tensor.nbytes))
-    octets = _octets(tensor)
-    numbers = octets.numpy().view(f"u{bits // 8}")
+    numbers = _octets(tensor).numpy().view(f"u{bits // 8}")
     chosen = None if mask is None else (_octets(decoded(mask)).numpy().view(numbers.dtype) != 0)
     density = (numbers != 0 if chosen is None else chosen).mean()
     facts = {"class": kind, "tensor": subject.name, "dtype": str(tensor.dtype).removeprefix("torch.")}
@@ -334,34 +208,45 @@ def rows_of(
     common: Routes = {"copy": copy, "clone": tensor.clone}
     batch = max(1, BATCH_BYTES // max(1, tensor.nbytes))
 
-    def row(name: str, num_bytes: int, sent_as: str, routes: Routes, **more: Any) -> dict[str, Any]:
+    def row(name: str, num_bytes: int, sent_as: str, routes: Routes) -> dict[str, Any]:
+        # Processor time leaves out what others on the machine run in between.
+        sides = {name: timed(call, batch, clock=time.thread_time) for name, call in (common | routes).items()}
+        taken = alternate(sides, asked.repeats, seconds=SECONDS, clock=time.thread_time)
         ratio = {"ratio": tensor.nbytes / max(1, num_bytes)}
-        measured = _measured(common | routes, asked.repeats, batch)
-        return facts | more | {"codec": name, "sent_as": sent_as} | ratio | measured
+        row = {"codec": name, "sent_as": sent_as, "runs": len(taken["clone"])}
+        return facts | row | ratio | medians(taken)
 
-    for name in (name for name in asked.codecs if name in codecs and applies(name, subject)):
+    for name in (name for name in asked.codecs if name in CODECS and applies(name, subject)):
         frame = encode(tensor, name, mask=mask)
-        routes = _kept(name, frame, mask, words, out, back, codecs)
-        packed, header, start = routes["pack"](), read_header(frame), header_bytes(tensor.dim())
-        assert packed == (header.codec, header.payload_bytes), f"{name} has two payloads of one tensor"
-        assert torch.equal(out[: packed.num_bytes], frame[start:]), f"{name} has two payloads of one tensor"
-        back.fill_(255)
-        routes["unpack"]()
+        header, start = read_header(frame), header_bytes(tensor.dim())
+        routes: Routes = {
+            "encode": lambda name=name: encode(tensor, name, mask=mask),
+            "decode": lambda frame=frame: decode(frame, mask=mask),
+        }
+        if mask is None:  # in kept memory, as a stage calls it
+            into, payload, num_bytes = (
+                words._replace(address=back.data_ptr()),
+                frame[start:],
+                header.payload_bytes,
+            )
+            routes["pack"] = partial(CODECS[name].pack, words, out.data_ptr())
+            routes["unpack"] = partial(CODECS[header.codec].unpack, payload.data_ptr(), num_bytes, into)
+            packed = routes["pack"]()
+            assert packed == (header.codec, num_bytes), f"{name} has two payloads of one tensor"
+            assert torch.equal(out[:num_bytes], payload), f"{name} has two payloads of one tensor"
+            back.fill_(255)
+            routes["unpack"]()
+            assert torch.equal(back[: tensor.nbytes], _octets(tensor)), f"{name} changed a bit"
         expected = numbers if chosen is None else np.where(chosen, numbers, 0)
-        for result in (_octets(decoded(frame, mask)), back[: len(octets)]):
-            assert np.array_equal(result.numpy().view(numbers.dtype), expected), f"{name} changed a bit"
-        if asked.isa is None:
-            routes |= _public(tensor, name, frame, mask)
-        best = bound(name, numbers, tensor.dtype, chosen)
-        more = {"by": "penstock", "bound": best if isfinite(best) else None}
-        yield row(name, packed.num_bytes, packed.codec, routes, **more)
+        result = _octets(decoded(frame, mask)).numpy().view(numbers.dtype)
+        assert np.array_equal(result, expected), f"{name} changed a bit"
+        yield row(name, header.payload_bytes, header.codec, routes)
     for name, (pack, unpack) in (peers() if mask is None else {}).items():
         if name in asked.codecs:
             packed = pack(numbers)
             assert unpack(packed, numbers.nbytes) == numbers.tobytes(), f"{name} changed a bit"
-            routes = Routes(pack=lambda pack=pack: pack(numbers))
-            routes["unpack"] = lambda unpack=unpack, packed=packed: unpack(packed, numbers.nbytes)
-            yield row(name, len(packed), name, routes, by="others", bound=None)
+            routes = {"pack": partial(pack, numbers), "unpack": partial(unpack, packed, numbers.nbytes)}
+            yield row(name, len(packed), name, routes)
 
 
 def applies(codec: str, subject: Subject) -> bool:
@@ -371,39 +256,6 @@ def applies(codec: str, subject: Subject) -> bool:
     if codec.endswith("exponent"):
         return subject.tensor.dtype in (torch.bfloat16, torch.float32)
     return codec != "narrow" or not subject.tensor.dtype.is_floating_point
-
-
-def _kept(
-    name: str, frame: Tensor, mask: Tensor | None, words: Words, out: Tensor, back: Tensor, codecs: Any
-) -> Routes:
-    """Pack and unpack without header and new memory; the bitmap of a mask is looked up as a stage does."""
-    header, into = read_header(frame), words._replace(address=back.data_ptr())
-    start, num_bytes = header_bytes(len(header.sizes)), header.payload_bytes
-    codec, reader, to = codecs[name], codecs[header.codec], out.data_ptr()
-    if not header.flags:
-        return {
-            "pack": lambda: codec.pack(words, to),
-            "unpack": lambda: reader.unpack(frame.data_ptr() + start, num_bytes, into),
-        }
-    inner, outer = (codecs.get(codec.partition("+")[2]) for codec in (name, header.codec))
-
-    def pack() -> Any:
-        bitmap = None if mask is None else bitmap_in(mask, header.dtype, header.geometry)
-        assert bitmap is not None, "a mask that was used has a bitmap"
-        return pack_masked(words, bitmap, to, inner)
-
-    def unpack() -> None:
-        bitmap = bitmap_for(header, mask)
-        unpack_masked(frame.data_ptr() + start, num_bytes, bitmap, into, outer)
-
-    return {"pack": pack, "unpack": unpack}
-
-
-def _public(tensor: Tensor, name: str, frame: Tensor, mask: Tensor | None = None) -> Routes:
-    return {
-        "encode": lambda: encode(tensor, name, mask=mask),
-        "decode": lambda: decode(frame, mask=mask),
-    }
 
 
 def peers() -> dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]]:
@@ -429,27 +281,6 @@ def peers() -> dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]]
                 lambda packed, _: blosc2.decompress(packed),
             )
     return found
-
-
-def call_overhead(asked: Options) -> list[dict[str, Any]]:
-    """Seconds of a call of the public functions on float32 tensors so small that little else counts."""
-    rows = []
-    for num_bytes in SMALL_BYTES:
-        tensor = torch.relu(torch.randn(num_bytes // 64, 16, generator=torch.Generator().manual_seed(0)))
-        for name in (name for name in asked.codecs if name in CODECS and name != "narrow"):
-            routes = {"clone": tensor.clone, **_public(tensor, name, encode(tensor, name))}
-            seconds = _measured(routes, asked.repeats, CALLS)
-            rows.append({"codec": name, "num_bytes": num_bytes} | {route: seconds[route] for route in routes})
-    return rows
-
-
-def _measured(routes: Routes, repeats: int, batch: int) -> dict[str, Any]:
-    """Number of runs, and median seconds of a call of each route; all have run once before."""
-    # Processor time leaves out what others on the machine run in between; it is of one thread alone.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    sides = {name: timed(call, batch, clock=clock) for name, call in routes.items()}
-    taken = alternate(sides, repeats, seconds=SECONDS, clock=clock)
-    return {"runs": len(taken["clone"]), **medians(taken)}
 
 
 def decoded(frame: Tensor, mask: Tensor | None = None) -> Tensor:

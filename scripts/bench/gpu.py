@@ -13,7 +13,7 @@ from typing import Any
 
 import harness
 import torch
-from harness import Options, Results, Row, alternate, medians, say, timed
+from harness import Options, Results, Row, alternate, medians, timed
 from torch import Tensor
 
 from penstock.compression.codec import decode, encode
@@ -32,19 +32,14 @@ ROTATED = 512 * MEBIBYTE
 def options() -> Any:
     """Return the parser of the command line."""
     made = harness.parser(__doc__, repeats=15)
-    listed, count, add = harness.list_of, harness.at_least(1), made.add_argument
-    add("--mebibytes", type=listed(count), default=[64, 256], help="sizes of the tensors")
+    listed, add = harness.list_of, made.add_argument
+    add("--mebibytes", type=listed(harness.at_least(1)), default=[64, 256], help="sizes of the tensors")
     densities = [0, 0.1, 0.3, 0.5, 0.7, 0.9, 1]
-    add(
-        "--densities",
-        type=listed(harness.between(-1e-9, 1)),
-        default=densities,
-        help="share of non-zero elements",
-    )
+    of = "share of non-zero elements"
+    add("--densities", type=listed(harness.at_least(0.0)), default=densities, help=of)
     dtypes = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "bool")
-    add("--dtypes", type=listed(harness.name_of(dtypes)), default=["float32", "bfloat16", "int64", "bool"],
-        help="dtypes of the tensors")  # fmt: skip
-    add("--warps", type=listed(count), default=[None], help="compare zero_value's programs of so many warps")
+    default = ["float32", "bfloat16", "int64", "bool"]
+    add("--dtypes", type=listed(known=dtypes), default=default, help="dtypes of the tensors")
     return made
 
 
@@ -61,12 +56,11 @@ def bench(asked: Options, path: Path) -> Results:
     sizes = [number * MEBIBYTE for number in asked.mebibytes]
     for tensor, codec, facts in tensors(asked.dtypes, sizes, asked.densities, "cuda"):
         check(tensor, codec)
-        for num_warps in asked.warps if codec == "zero_value" else [None]:
-            results.keep(rows=[facts | measured(tensor, codec, num_warps, asked.repeats)])
-        say(f"{facts['dtype']} {codec} {tensor.nbytes // MEBIBYTE} MiB {facts['density']}")
+        results.keep(rows=[facts | measured(tensor, codec, asked.repeats)])
+        print(facts["dtype"], codec, tensor.nbytes // MEBIBYTE, "MiB", facts["density"], flush=True)
     harness.show(results.content["rows"], COLUMNS, left=2)
-    say("of a route: speed, bytes/s that it had to move, and that it moved, as multiples of a copy")
-    say("laws held on every row: the CPU's bytes, the same bits back, no wait of the host")
+    print("of a route: speed, and bytes/s that it had to move, as multiples of a copy")
+    print("laws held on every row: the CPU's bytes, the same bits back, no wait of the host")
     return results
 
 
@@ -93,9 +87,9 @@ def check(tensor: Tensor, codec: str) -> None:
     assert torch.equal(finished, expected), "the same frame without a wait"
 
 
-def measured(tensor: Tensor, codec: str, num_warps: int | None, repeats: int) -> dict[str, Any]:
+def measured(tensor: Tensor, codec: str, repeats: int) -> dict[str, Any]:
     """Row of ``tensor``: seconds of each route, medians of alternating runs, and its bytes."""
-    cases = [case(tensor, codec, num_warps) for _ in range(max(2, ROTATED // tensor.nbytes))]
+    cases = [case(tensor, codec) for _ in range(max(2, ROTATED // tensor.nbytes))]
     graphs = {route: _graph([one.routes[route] for one in cases]) for route in cases[0].routes}
     seconds = medians(alternate(graphs, repeats))
     buffer = room_of(frame_bytes(tensor.shape, tensor.dtype), tensor.device)
@@ -103,22 +97,16 @@ def measured(tensor: Tensor, codec: str, num_warps: int | None, repeats: int) ->
     torch.cuda.synchronize()
     return {
         "num_bytes": tensor.nbytes,
-        "num_warps": num_warps or zero_value.NUM_WARPS[min(tensor.element_size(), 8)],
         "ratio": tensor.nbytes / cases[0].payload.nbytes,
         "seconds": {route: taken / len(cases) for route, taken in seconds.items()},
         "least_bytes": cases[0].least_bytes,
-        "moved_bytes": cases[0].moved_bytes,
         "pack_call_host_seconds": host_seconds,
     }
 
 
 def _route(row: Row, route: str) -> str:
-    seconds, least = row["seconds"], row["least_bytes"]
-    if route not in seconds:
-        return ""
-    moves = [row[which][route] / least["copy"] for which in ("least_bytes", "moved_bytes")]
-    times = seconds["copy"] / seconds[route]
-    return " ".join(f"{times * share:.2f}" for share in (1, *moves))
+    times = row["seconds"]["copy"] / row["seconds"][route]
+    return f"{times:.2f} {times * row['least_bytes'][route] / row['least_bytes']['copy']:.2f}"
 
 
 COLUMNS: dict[str, Any] = {
@@ -126,7 +114,6 @@ COLUMNS: dict[str, Any] = {
     "codec": "{codec}",
     "MiB": lambda row: f"{row['num_bytes'] / MEBIBYTE:.0f}",
     "density": "{density:.1f}",
-    "warps": "{num_warps}",
     "ratio": "{ratio:.2f}",
     "copy TB/s": lambda row: f"{row['least_bytes']['copy'] / row['seconds']['copy'] / 1e12:.2f}",
     **{route: lambda row, route=route: _route(row, route) for route in ROUTES},
@@ -165,8 +152,6 @@ class Case:
     Attributes:
         words, out: what is packed, and where it is unpacked to. payload: what the codec makes of it.
         least_bytes: what a route has to read and write, whatever it does.
-        moved_bytes: what the kernels read and write: two passes over the words, over bitmaps again, and over
-        values in a memory of their own; without the lists of escapes of exponent.
     """
 
     words: Tensor
@@ -174,7 +159,6 @@ class Case:
     payload: Tensor
     routes: dict[str, Callable[[], object]]
     least_bytes: dict[str, int]
-    moved_bytes: dict[str, int]
 
 
 def tensors(
@@ -198,43 +182,28 @@ def tensors(
                     yield tensor, codec, {"dtype": name, "codec": codec, "density": density}
 
 
-def case(tensor: Tensor, codec: str, num_warps: int | None) -> Case:
+def case(tensor: Tensor, codec: str) -> Case:
     """A copy of ``tensor`` with a payload, the values at its bitmap, and room."""
     words, device, dtype = words_of(tensor).clone(), tensor.device, tensor.dtype
-    warps: dict[str, Any] = {"num_warps": num_warps}
     payload, values, room = (room_of(tensor.nbytes, device) for _ in range(3))
     num_bytes, number, _ = payloads.pack(codec, words, payload, dtype, None).tolist()
-    payload, out, made_by = payload[:num_bytes], torch.empty_like(words), CODEC_NAMES[number]
-    bits = (words != 0).view(-1, 8) * torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=device)
-    mask = bits.sum(1).to(torch.uint8)
-    mask = torch.nn.functional.pad(mask, (0, sections(len(words)).offsets - len(mask)))
-    values = values[: int(zero_value.pack_masked(words, values, mask)[0])]
+    payload, out, packer = payload[:num_bytes], torch.empty_like(words), CODEC_NAMES[number]
     routes: dict[str, Callable[[], object]] = {
         "copy": lambda: out.copy_(words),
         "pack": lambda: payloads.pack(codec, words, room, dtype, None),
-        "unpack": lambda: payloads.unpack(made_by, payload, out, dtype, None),
+        "unpack": lambda: payloads.unpack(packer, payload, out, dtype, None),
     }
+    least = {"copy": 2 * words.nbytes} | dict.fromkeys(("pack", "unpack"), words.nbytes + payload.nbytes)
     if codec == "zero_value":
-        routes["pack"] = lambda: zero_value.pack(words, room, **warps)
-        if made_by == codec:
-            routes["unpack"] = lambda: zero_value.unpack(payload, out, **warps)
-        routes["pack_masked"] = lambda: zero_value.pack_masked(words, room, mask, **warps)
-        routes["unpack_masked"] = lambda: zero_value.unpack(values, out, mask=mask, **warps)
-    packed, masked = words.nbytes + payload.nbytes, words.nbytes + values.nbytes + mask.nbytes
-    apart = values.nbytes if codec == "zero_value+exponent" else 0
-    again = words.nbytes + mask.nbytes * codec.startswith("zero_value")
-    moves = {  # what has to be moved, and what the kernels move again
-        "copy": (2 * words.nbytes, 0),
-        "pack": (packed, again + 3 * apart),
-        "unpack": (packed, 2 * apart),
-        "pack_masked": (masked, 2 * mask.nbytes),
-        "unpack_masked": (masked, mask.nbytes),
-    }
-    least, moved = (
-        {route: moves[route][0] for route in routes},
-        {route: sum(moves[route]) for route in routes},
-    )
-    return Case(words=words, out=out, payload=payload, routes=routes, least_bytes=least, moved_bytes=moved)
+        bits = (words != 0).view(-1, 8) * torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=device)
+        mask = bits.sum(1).to(torch.uint8)
+        mask = torch.nn.functional.pad(mask, (0, sections(len(words)).offsets - len(mask)))
+        values = values[: int(zero_value.pack_masked(words, values, mask)[0])]
+        routes["pack_masked"] = lambda: zero_value.pack_masked(words, room, mask)
+        routes["unpack_masked"] = lambda: zero_value.unpack(values, out, mask=mask)
+        masked = words.nbytes + values.nbytes + mask.nbytes
+        least |= dict.fromkeys(("pack_masked", "unpack_masked"), masked)
+    return Case(words=words, out=out, payload=payload, routes=routes, least_bytes=least)
 
 
 def words_of(tensor: Tensor) -> Tensor:

@@ -13,14 +13,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 from rich.table import Table
 from torch import nn
 
@@ -30,8 +27,7 @@ from penstock.pipeline.distributed.launcher import run_rank, start_ranks
 from penstock.pipeline.run import build, console, early
 from penstock.pipeline.run.planning import prepare, training_batches
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.scripts import overrides
-from penstock.scripts.application import checked
+from penstock.scripts import application
 from penstock.scripts.circumstances import circumstances
 from penstock.stages.files import save_json
 from penstock.stages.plan.plan import Plan
@@ -103,31 +99,16 @@ def ratio_of_pairs(
     return {name: statistics.median(pairs), f"{name}_of_pairs": pairs}
 
 
-def speeds(seconds: Sequence[float], batch_size: int, prefix: str = "") -> dict[str, Any]:
-    """Samples per second of runs that took so many seconds a step, as fields of a row."""
-    name = f"{prefix}samples_per_second"
-    runs = [batch_size / one for one in seconds]
-    return {name: batch_size / statistics.median(seconds), f"{name}_of_runs": runs}
-
-
-def refuse_other_losses(losses: Mapping[str, float], *, random: bool) -> None:
-    """Refuse to compare sides that do not train the same: no schedule changes the loss of the first step.
-
-    Args:
-        random: Whether layers draw numbers, which differ from side to side.
-    """
+def refuse_other_losses(losses: Mapping[str, float], model: nn.Module) -> None:
+    """Refuse to compare sides that do not train the same: no schedule changes the loss of the first step."""
+    draws = any(getattr(module, "p", 0) for module in model.modules() if "Drop" in type(module).__name__)
     (first, expected), *others = losses.items()
     for name, loss in others:
-        if not math.isclose(loss, expected, rel_tol=TOLERANCE_RANDOM if random else TOLERANCE):
+        if not math.isclose(loss, expected, rel_tol=TOLERANCE_RANDOM if draws else TOLERANCE):
             raise PenstockError(
                 f"all sides must train the same, and their first losses are {expected:.6f} with {first} and "
                 f"{loss:.6f} with {name}; this is a fault of the bench or of torch's stages with this model"
             )
-
-
-def is_random(model: nn.Module) -> bool:
-    """True if a layer draws numbers."""
-    return any(getattr(module, "p", 0) for module in model.modules() if "Drop" in type(module).__name__)
 
 
 # Options.
@@ -153,66 +134,31 @@ def parser(description: str | None, *, job: str = "", repeats: int = 3) -> argpa
     return made
 
 
-def option(parse: Callable[[str], Result]) -> Callable[[str], Result]:
-    """Return ``parse`` as argparse wants it: what it refuses is one sentence."""
-
-    def convert(text: str) -> Result:
-        try:
-            return parse(text)
-        except (PenstockError, ValueError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return convert
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of a whole number."""
-
-    def parse(text: str) -> int:
-        if not text.removeprefix("-").isdecimal() or int(text) < least:
-            raise ConfigError(f"{text} must be a whole number of {least} or more")
-        return int(text)
-
-    return option(parse)
-
-
-def between(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return the type of a number above ``least`` and up to ``most``."""
+def at_least(least: float) -> Callable[[str], Any]:
+    """Return the type of a number, whole where ``least`` is."""
 
     def parse(text: str) -> float:
         try:
-            number = float(text)
+            number = type(least)(text)
         except ValueError:
             number = math.nan
-        if not (least < number <= most and math.isfinite(number)):
-            limit = "" if most == math.inf else f" and at most {most:g}"
-            raise ConfigError(f"{text} must be a number above {least:g}{limit}")
+        if not (least <= number < math.inf):
+            raise ConfigError(f"{text} must be a {'whole ' * (type(least) is int)}number of {least} or more")
         return number
 
-    return option(parse)
+    return parse
 
 
-def name_of(known: Sequence[str]) -> Callable[[str], str]:
-    """Return the type of a name among those that are known."""
+def list_of(parse: Callable[[str], Any] = str, known: Collection[str] = ()) -> Callable[[str], list[Any]]:
+    """Return the type of a list with commas between its items, each of them ``known`` if any are."""
 
-    def parse(text: str) -> str:
-        if text not in known:
-            raise ConfigError(f"{text} is not known; known are {', '.join(known)}")
-        return text
-
-    return option(parse)
-
-
-def list_of(parse: Callable[[str], Result]) -> Callable[[str], list[Result]]:
-    """Return the type of a list with commas between its items."""
-
-    def convert(text: str) -> list[Result]:
-        items = text.split(",")
-        if not all(items) or len(set(items)) < len(items):
-            raise ConfigError(f"{text} must name one or more, each once, with commas between them")
+    def convert(text: str) -> list[Any]:
+        for item in (items := text.split(",")):
+            if known and item not in known:
+                raise ConfigError(f"{item} is not known; known are {', '.join(known)}")
         return [parse(item) for item in items]
 
-    return option(convert)
+    return convert
 
 
 def train_config(
@@ -224,27 +170,18 @@ def train_config(
         defaults: Values of options that are not typed.
         fixed: Values that the bench needs; to type one is refused.
     """
-    keys, fixed = [item.partition("=")[0].lstrip("+") for item in typed], fixed or {}
-    for key in keys:
-        if key in fixed:
-            raise ConfigError(f"this bench trains with {key}={fixed[key]}; drop {key}=")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where model._target_=my.Net usually is
-    typed = overrides.with_own_groups(typed)
-    keys = [item.partition("=")[0].lstrip("+") for item in typed]
+    keys, fixed = {item.partition("=")[0].lstrip("+") for item in typed}, fixed or {}
+    for key in keys & fixed.keys():
+        raise ConfigError(f"this bench trains with {key}={fixed[key]}; drop {key}=")
     common = {"scheduler": "none", "epochs": 1_000_000, "deadline": 120}
-    given = [f"{key}={value}" for key, value in {**common, **defaults, **fixed}.items() if key not in keys]
-    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-    OmegaConf.register_new_resolver("pid", os.getpid, replace=True)
-    with hydra.initialize_config_module("penstock.conf", version_base="1.3"):
-        try:
-            config = hydra.compose("train", overrides=[*given, *typed])
-        except Exception as error:  # Hydra's grammar and composition raise several unrelated kinds
-            raise overrides.refusal("train", (), [*given, *typed], error) from error
-    made = checked(config, TrainConfig)
-    early.check(made, typed)
-    build.optimizer(made.optimizer)
-    return made
+    given = [
+        f"{key}={value}"
+        for key, value in {**common, **defaults, **fixed}.items()
+        if not keys & {key, f"{key}._target_"}
+    ]
+    found = application.options("train", TrainConfig, arguments=[*given, *typed], early=early.check)
+    assert found, "there are no flags"
+    return found[0]
 
 
 # One job, on this process or on ranks.
@@ -284,17 +221,17 @@ def measure_on_ranks(
         facts: What else ``options`` has there.
         places: Where ranks run, see ``start_ranks``.
     """
-    told = {name: value for name, value in vars(options).items() if name != "results"} | dict(facts or {})
-    save_json(folder.path / "options.json", told)
+    shared = {name: value for name, value in vars(options).items() if name != "results"} | dict(facts or {})
+    save_json(folder.path / "options.json", shared)
     (folder.path / "plans").mkdir(exist_ok=True)
     for path in (folder.path / "plans").iterdir():
         path.unlink()
     for name, plan in plans.items():
         plan.save(folder.path / "plans" / f"{name}.json")
     folder.tell(config, next(iter(plans.values())))
-    stages = [[rank] for rank in range(ranks)]
     measured = folder.path / MEASURED
     measured.unlink(missing_ok=True)
+    stages = [[rank] for rank in range(ranks)]
     start_ranks(topic, [RANK, str(folder.path)], errors=folder.errors, stages_of_rank=stages, **places)
     if not measured.exists():
         raise TransportError("the ranks ended without a result; look at their output above")
@@ -329,12 +266,6 @@ class Results:
         return RunFolder(path=self.path.parent)
 
 
-def say(*lines: str) -> None:
-    """Print lines that a log can be searched for, however narrow it is."""
-    for line in lines:
-        print(line, flush=True)
-
-
 def show(
     rows: Sequence[Row], columns: Mapping[str, str | Callable[[Row], str]], *, title: str = "", left: int = 1
 ) -> None:
@@ -348,16 +279,16 @@ def show(
     table = Table(title=title or None, title_justify="left")
     for number, heading in enumerate(columns):
         table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
+
+    def cell(row: Row, form: str | Callable[[Row], str]) -> str:
+        try:
+            return form.format_map(row) if isinstance(form, str) else form(row)
+        except (KeyError, TypeError):  # the row has no such field, or none to format
+            return ""
+
     for row in rows:
-        table.add_row(*(_cell(row, form) for form in columns.values()))
+        table.add_row(*(cell(row, form) for form in columns.values()))
     console.screen(width_of_a_log=160).print(table)
-
-
-def _cell(row: Row, form: str | Callable[[Row], str]) -> str:
-    try:
-        return form.format_map(row) if isinstance(form, str) else form(row)
-    except (KeyError, TypeError):  # the row has no such field, or none to format
-        return ""
 
 
 def spread(values: Sequence[float]) -> str:
@@ -383,7 +314,7 @@ def main(
         path = options.results or Path("runs", f"bench_{topic}_{now:%Y-%m-%d_%H-%M-%S}.json")
         results = bench(options, path)
         results.keep(load_after=os.getloadavg())
-        say(str(path))
+        print(path)
     except PenstockError as error:
         print(f"{topic}.py: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -10,69 +10,63 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from operator import add
 from pathlib import Path
 from typing import Any
 
 import harness
 import shaped_links
-import torch
 import torch.distributed as dist
-from harness import Job, Options, Results, Row, alternate, ratio_of_pairs, say, speeds, spread, timed
-from shaped_links import LATENCY_MS, LOOPBACK, Link
-from torch_pipelines import CLASSES, TorchPipeline, stages_of
+from harness import Job, Options, Results, alternate, ratio_of_pairs, spread
+from shaped_links import LOOPBACK, Link
+from torch_pipelines import TorchPipeline, stages_of
 
 from penstock.compression.errors import ConfigError, TransportError
 from penstock.compression.names import AUTO, check_name
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.distributed.launcher import init
 from penstock.pipeline.distributed.process_group import World
+from penstock.pipeline.distributed.transport import measured_rates
 from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.run.metrics import DIRECTIONS, Totals, ratio
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.training_loop import loss
-from penstock.pipeline.schedules.instruction import Instruction, Span
-from penstock.pipeline.schedules.messages import Message, StepMessages
-from penstock.pipeline.schedules.simulate import durations, simulate
+from penstock.pipeline.runtime.report import Report
 from penstock.stages.plan.plan import Plan
 from penstock.stages.units import show_bytes, show_rate
 
 TORCH, ALL = "torch", "all"
 BYTES = tuple(f"bytes_{kind}_{way}" for kind in ("raw", "sent") for way in DIRECTIONS)
-PROBE_SECONDS, LEAST_PROBE, MOST_PROBE = 0.5, 1 << 20, 1 << 25
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entrant:
-    """A schedule with its weights.
+    """Options of one pipeline of ours.
 
     Attributes:
-        rival: Side that it takes turns with: ``torch``, or the name of another entrant.
+        rival: Side that it takes turns with: ``torch`` with the same schedule and cut, or another entrant.
         stream: Whether its steps flow into each other, and only ``drain`` empties the pipeline.
     """
 
-    schedule: str
+    schedule: str = "1f1b"
     weights: str = "latest"
     stages_per_rank: int = 1
+    codec: str = "raw"
+    extra_in_flight: int | str = 0
     rival: str = TORCH
     stream: bool = False
 
 
-# torch's pipeline of the same schedule and cut is the rival where there is one, else our plain 1f1b.
-# _x2: two neighbouring stages on each rank instead of one.
-ENTRANTS = {
+SCHEDULES = {
+    "1f1b": Entrant(),
     "gpipe": Entrant(schedule="gpipe"),
-    "1f1b": Entrant(schedule="1f1b"),
     "zb_h1": Entrant(schedule="zb_h1"),
-    "gpipe_x2": Entrant(schedule="gpipe", stages_per_rank=2, rival="gpipe"),
-    "1f1b_x2": Entrant(schedule="1f1b", stages_per_rank=2, rival="1f1b"),
     "interleaved": Entrant(schedule="interleaved", stages_per_rank=2),
     "zbv": Entrant(schedule="zbv", stages_per_rank=2),
     "dualpipev": Entrant(schedule="dualpipev", stages_per_rank=2),
-    "double_buffered": Entrant(schedule="1f1b", weights="double_buffered", rival="1f1b", stream=True),
+    "double_buffered": Entrant(weights="double_buffered", rival="1f1b", stream=True),
     "async_1f1b": Entrant(schedule="async_1f1b", weights="stashed", rival="1f1b", stream=True),
 }
 
@@ -80,23 +74,19 @@ ENTRANTS = {
 def options() -> Any:
     """Return the parser of the command line."""
     made = harness.parser(__doc__, job="data=fake ranks=2 batch_size=128 micro_batches=8", repeats=5)
-    listed, count = harness.list_of, harness.at_least(1)
-    add = made.add_argument
-    names = listed(harness.name_of([ALL, *ENTRANTS]))
-    add("--schedules", type=names, help=f"race schedules instead of links: all, or of {', '.join(ENTRANTS)}")
-    add("--codecs", type=listed(harness.option(_codec)), default=["raw", "zero_value", "auto"],
+    listed, count, add = harness.list_of, harness.at_least(1), made.add_argument
+    names = listed(known=[ALL, *SCHEDULES])
+    add("--schedules", type=names, help=f"race schedules instead of codecs: all, or {', '.join(SCHEDULES)}")
+    add("--codecs", type=listed(_codec), default=["raw", "zero_value", "auto"],
         help="codecs of Penstock, a contestant each; for schedules the first")  # fmt: skip
-    add("--extra-in-flight", type=listed(harness.option(_extra)), default=[0, AUTO],
+    add("--extra-in-flight", type=listed(_extra), default=[0, AUTO],
         help="micro-batches in flight beyond 1f1b, a contestant each; for schedules the first")  # fmt: skip
-    links = [LOOPBACK, "1Gbit", "100Mbit", "20Mbit", "10Mbit"]
-    add("--links", type=listed(harness.option(_link)), default=links,
-        help="loopback, or rates of the link between two ranks; for schedules the first")  # fmt: skip
-    add("--delay", type=float, default=0.0, help="milliseconds that a shaped link adds each way (netem)")
-    add("--burst", default="64KiB", help="size of the token bucket of a shaped link")
+    add("--links", type=listed(_link), default=[LOOPBACK, "1Gbit", "100Mbit", "20Mbit", "10Mbit"],
+        help="loopback, or rates of the link between two ranks")  # fmt: skip
     add("--warmup", type=count, default=3, help="steps of each side before anything is timed")
     add("--steps", type=count, default=10, help="most steps of a run")
     seconds = "a run has fewer steps where steps would take longer than this"
-    add("--seconds", type=harness.between(0), default=4.0, help=seconds)
+    add("--seconds", type=harness.at_least(0.0), default=4.0, help=seconds)
     return made
 
 
@@ -114,7 +104,7 @@ def _link(text: str) -> str:
 
 
 def bench(asked: Options, path: Path) -> Results:
-    """Race links or schedules; return the results."""
+    """Race all entrants on every link; return the results."""
     defaults = {"data": "fake", "data.drop_last": "true", "batch_size": 128, "micro_batches": 8}
     config = harness.train_config(asked.job, defaults, {"schedule": "1f1b", "codec": "raw"})
     if config.batch_size % config.micro_batches or config.ranks < 2:
@@ -123,210 +113,123 @@ def bench(asked: Options, path: Path) -> Results:
             f"ranks={config.ranks} batch_size={config.batch_size} micro_batches={config.micro_batches}; "
             "change one"
         )
-    links = [shaped_links.parse_link(name, burst=asked.burst, delay=asked.delay) for name in asked.links]
-    links = links[:1] if asked.schedules else links
+    links = [shaped_links.parse_link(name) for name in asked.links]
     if config.ranks > 2 and (shaped := [link.name for link in links if link.rate]):
         raise ConfigError(f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out")
-    names = list(ENTRANTS) if asked.schedules and ALL in asked.schedules else asked.schedules or ["1f1b"]
-    job = Job(config)
-    plans = plans_of(asked, job, names)
-    first = next(iter(plans.values()))
-    fields = ("ranks", "batch_size", "micro_batches", "seed")
+    entrants = entrants_of(asked)
+    plans = plans_of(config, entrants)
+    fields = ("ranks", "batch_size", "micro_batches", "seed", "threads")
     facts = {name: getattr(config, name) for name in fields} | {"model": model_name(config)}
-    facts |= {"cuts": list(first.cuts)} | {
-        n: getattr(asked, n) for n in ("warmup", "repeats", "steps", "seconds")
-    }
-    results = Results(path, threads=config.threads, job=facts)
-    say(f"{facts['model']} cut after {', '.join(first.cuts)}, {config.ranks} ranks, {config.threads} threads")
+    facts |= {name: getattr(asked, name) for name in ("warmup", "repeats", "steps", "seconds")}
+    facts["cuts"] = {name: list(plan.cuts) for name, plan in plans.items()}
+    results = Results(path, job=facts, links=[], rows=[])
     with results.folder().private() as folder:
-
-        def race(link: Link, sides: Mapping[str, Plan], rivals: Mapping[str, str], **more: Any) -> Any:
-            told = {"link": dataclasses.asdict(link), "rivals": dict(rivals), **more}
-            with shaped_links.joined(link, ranks=config.ranks) as ends:
-                places: dict[str, Any] = {"ranks": config.ranks, "ends": ends, "device": link.device}
-                return harness.measure_on_ranks(
-                    "pipeline", folder, asked, config, sides, facts=told, **places
-                )
-
-        if asked.schedules:
-            race_schedules(results, config, links[0], plans, names, race)
-        else:
-            race_links(results, config, asked, links, first, race)
+        for link in links:
+            shared = {name: dataclasses.asdict(one) for name, one in entrants.items()}
+            told = {"link": dataclasses.asdict(link), "entrants": shared}
+            places: dict[str, Any] = {"ranks": config.ranks, "device": link.device}
+            try:
+                with shaped_links.joined(link, ranks=config.ranks) as places["ends"]:
+                    measured = harness.measure_on_ranks(
+                        "pipeline", folder, asked, config, plans, facts=told, **places
+                    )
+            except TransportError as error:
+                if link.rate is None or "ends" in places:
+                    raise
+                results.keep(links=[{"link": link.name, "why_not": str(error)}])
+                print(f"{link.name}: could not be shaped and was not raced on: {error}", flush=True)
+                continue
+            rate = measured["facts"]["rate_measured"]
+            results.keep(links=[told["link"] | {"why_not": None} | measured["facts"]])
+            print(f"{link.name}: {show_rate(rate) if rate else 'no rate'} measured", flush=True)
+            results.keep(rows=rows_of(link, measured["runs"], entrants, plans, config.batch_size))
+    harness.show(results.content["rows"], COLUMNS, left=4)
     return results
 
 
-def plans_of(asked: Options, job: Job, names: Sequence[str]) -> dict[str, Plan]:
-    """Plan every entrant, and the rivals that are ours, from one measurement of the model."""
-    config, plans, model = job.config, {}, job.model()
-    extra = AUTO if AUTO in asked.extra_in_flight and not asked.schedules else asked.extra_in_flight[0]
+def entrants_of(asked: Options) -> dict[str, Entrant]:
+    """Return the schedules that are asked for, else 1f1b with every codec and depth."""
+    if not asked.schedules:
+        pairs = [(codec, extra) for codec in asked.codecs for extra in asked.extra_in_flight]
+        return {f"{c}, +{e}": Entrant(codec=c, extra_in_flight=e) for c, e in pairs}
+    names = list(SCHEDULES) if ALL in asked.schedules else asked.schedules
+    rivals = [SCHEDULES[name].rival for name in names if SCHEDULES[name].rival != TORCH]
+    depth = asked.extra_in_flight[0]
+    return {
+        name: dataclasses.replace(
+            SCHEDULES[name], codec=asked.codecs[0], extra_in_flight=0 if SCHEDULES[name].stream else depth
+        )
+        for name in dict.fromkeys([*rivals, *names])
+    }
+
+
+def plans_of(config: TrainConfig, entrants: Mapping[str, Entrant]) -> dict[str, Plan]:
+    """Plan every entrant from one measurement of the model; those of as many stages have the same cuts."""
+    job, plans, cuts = Job(config), dict[str, Plan](), dict[int, Any]()
+    model = job.model()
     profile = look(config, job.samples, model=model)
-    rivals = [ENTRANTS[name].rival for name in names if ENTRANTS[name].rival != TORCH]
-    for name in dict.fromkeys([*names, *rivals]):
-        entrant = ENTRANTS[name]
+    for name, entrant in entrants.items():
         stages = config.ranks * entrant.stages_per_rank
-        cuts = config.cuts
-        if cuts is not None and len(cuts) == 2 * config.ranks - 1 and entrant.stages_per_rank == 1:
-            cuts = cuts[1::2]  # those for two stages a rank, of which every second one is taken
+        chosen = config.cuts if config.cuts is not None and len(config.cuts) == stages - 1 else None
         plans[name] = partition(
             profile,
             stages=stages,
-            cuts=cuts,
+            cuts=cuts.get(stages, chosen),
             ranks=config.ranks,
             schedule=entrant.schedule,
             micro_batches=config.micro_batches,
-            extra_in_flight=0 if entrant.stream else extra,
-            codec=asked.codecs[0],
+            extra_in_flight=entrant.extra_in_flight,
+            codec=entrant.codec,
             weights=entrant.weights,
         )
+        cuts[stages] = plans[name].cuts
         stages_of(model, plans[name])  # refuses what torch's stages cannot have
     return plans
 
 
-# Race over links.
-
-
-def race_links(
-    results: Results, config: TrainConfig, asked: Options, links: Sequence[Link], plan: Plan, race: Any
-) -> None:
-    """Race every codec and depth against torch on every link.
-
-    Loopback always comes first: raw frames on a link that does not limit them are the bound of every row."""
-    contestants = {_side(c, extra): (c, extra) for c in asked.codecs for extra in asked.extra_in_flight}
-    reference = _side("raw", asked.extra_in_flight[0])
-
-    def on(link: Link, sides: Mapping[str, tuple[str, Any]]) -> Any:
-        plans = {name: _plan_of(plan, *one) for name, one in sides.items()}
-        return race(link, plans, dict.fromkeys(plans, TORCH))
-
-    free = contestants if any(link.rate is None for link in links) else {}
-    loopback = on(Link(name=LOOPBACK), {**free, reference: ("raw", asked.extra_in_flight[0])})
-    bound = config.batch_size / statistics.median(loopback["runs"][reference]["penstock"])
-    results.keep(links=[], rows=[])
-    for link in links:
-        if reason := shaped_links.why_not(link):
-            results.keep(links=[{"link": link.name, "shaped": False, "why_not": reason}])
-            say(f"{link.name}: could not be shaped and was not raced on: {reason}")
-            continue
-        found = loopback if link.rate is None else on(link, contestants)
-        rows = link_rows(found["runs"], contestants, plan=plan, batch_size=config.batch_size)
-        common = {"link": link.name, "bound_samples_per_second": bound}
-        results.keep(links=[link_facts(link, found["facts"])], rows=[common | row for row in rows])
-    harness.show(results.content["rows"], LINK_COLUMNS, left=3)
-
-
-def _side(codec: str, extra: int | str) -> str:
-    return f"{codec}, {extra if extra == AUTO else f'+{extra}'} in flight" if extra else codec
-
-
-def _plan_of(plan: Plan, codec: str, extra: int | str) -> Plan:
-    depths = {} if extra == AUTO else {"extra_in_flight": extra, "most_extra_in_flight": extra}
-    return dataclasses.replace(plan, codec=codec, **depths)
-
-
-def link_facts(link: Link, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of a link that was raced on."""
-    facts: dict[str, Any] = {"link": link.name, "shaped": link.rate is not None, "rate": link.rate}
-    if link.rate is not None:
-        facts |= {"burst": link.burst, "latency_ms": LATENCY_MS, "delay_ms": link.delay}
-    rate = measured["rate_measured"]
-    say(f"{link.name}: {show_rate(rate)} measured each way" if rate else f"{link.name}: not measured")
-    return facts | {"why_not": None} | dict(measured)
-
-
-def link_rows(
-    runs: Mapping[str, Row], contestants: Mapping[str, tuple[str, Any]], *, plan: Plan, batch_size: int
+def rows_of(
+    link: Link, runs: Mapping[str, Any], entrants: Mapping[str, Entrant], plans: Mapping[str, Plan], size: int
 ) -> list[dict[str, Any]]:
-    """Rows of torch, whose tensors pass all cuts as they are, and of each contestant."""
-    sent = {
-        name: plan.micro_batches * sum(getattr(s, f"bytes_{name.rpartition('_')[2]}") for s in plan.stages)
-        for name in BYTES
-    }
-    theirs = [seconds for run in runs.values() for seconds in run["rival"]]
-    rows: list[dict[str, Any]] = [{"side": TORCH, "codec": "none", "extra_in_flight": 0} | sent]
-    rows[0] |= speeds(theirs, batch_size) | ratio_of_pairs(theirs, theirs)
-    for side, (codec, extra) in contestants.items():
-        run, best = runs[side], runs[side]["simulated_seconds"]
-        row = {"side": "penstock", "codec": codec, "extra_in_flight": extra, "flew": run["flew"]}
-        row |= {name: run[name] for name in BYTES} | speeds(run["penstock"], batch_size)
-        row["of_simulated"] = best and best / statistics.median(run["penstock"])
-        rows.append(row | ratio_of_pairs(run["rival"], run["penstock"]))
-    for row in rows:
-        row |= {
-            f"ratio_{way}": ratio(row[f"bytes_raw_{way}"], row[f"bytes_sent_{way}"]) for way in DIRECTIONS
-        }
-        slower = max(DIRECTIONS, key=lambda way: row[f"bytes_sent_{way}"])
-        row["ratio_slower_direction"] = row[f"ratio_{slower}"]
-    return rows
+    """Return a row of each side: samples per second, those relative to its rival's, and bytes of a step."""
+    rows: dict[str, dict[str, Any]] = {}
+
+    def speeds(seconds: Sequence[float]) -> dict[str, Any]:
+        runs = [size / one for one in seconds]
+        return {"samples_per_second": statistics.median(runs), "samples_per_second_of_runs": runs}
+
+    for name, entrant in entrants.items():
+        run, plan, row = runs[name], plans[name], {"link": link.name, "schedule": entrant.schedule}
+        rival = f"{TORCH} {entrant.schedule}" if entrant.rival == TORCH else entrant.rival
+        if entrant.rival == TORCH and rival not in rows:  # its tensors pass all cuts as they are
+            passed = {f: plan.micro_batches * sum(getattr(s, f) for s in plan.stages) for f in BYTES_OF_PLANS}
+            sent = {field: passed[f"bytes_{field.rpartition('_')[2]}"] for field in BYTES}
+            rows[rival] = (
+                row | {"side": TORCH, "codec": "none", "extra_in_flight": 0} | sent | speeds(run["rival"])
+            )
+        row |= {"side": "penstock", "name": name, "rival": rival, "weights": entrant.weights}
+        row |= {"codec": entrant.codec, "extra_in_flight": entrant.extra_in_flight, "stages": plan.num_stages}
+        row |= {key: one for key, one in run.items() if key not in ("rival", "penstock")}
+        rows[name] = row | speeds(run["penstock"]) | ratio_of_pairs(run["rival"], run["penstock"])
+        if run["simulated_seconds"]:
+            rows[name]["of_simulated"] = run["simulated_seconds"] / statistics.median(run["penstock"])
+    return list(rows.values())
 
 
-LINK_COLUMNS = {
+BYTES_OF_PLANS = tuple(f"bytes_{way}" for way in DIRECTIONS)
+COLUMNS: dict[str, Any] = {
     "link": "{link}",
     "side": "{side}",
+    "schedule": "{schedule}",
     "codec": "{codec}",
     "in flight": "+{flew} ({extra_in_flight})",
     "samples/s": "{samples_per_second:.1f}",
-    "x torch": "{speedup:.2f}",
+    "x rival": "{speedup:.2f}",
     "pairs": lambda row: spread(row["speedup_of_pairs"]),
     "of sim.": "{of_simulated:.2f}",
-    "bound": "{bound_samples_per_second:.1f}",
-    **{f"{way} sent": lambda row, way=way: show_bytes(row[f"bytes_sent_{way}"]) for way in DIRECTIONS},
-    "slower way": "{ratio_slower_direction:.2f}x",
-}
-
-
-# Race of schedules.
-
-
-def race_schedules(
-    results: Results,
-    config: TrainConfig,
-    link: Link,
-    plans: Mapping[str, Plan],
-    names: Sequence[str],
-    race: Any,
-) -> None:
-    """Race schedules and policies of the weights against torch's and each other, on one link."""
-    if reason := shaped_links.why_not(link):
-        raise TransportError(f"{link.name} could not be shaped: {reason}")
-    rivals = {n: f"{TORCH} {n}" if ENTRANTS[n].rival == TORCH else ENTRANTS[n].rival for n in names}
-    streams = [name for name in plans if ENTRANTS[name].stream]
-    found = race(link, plans, rivals, streams=streams)
-    rows = [schedule_row(name, run, config.batch_size) for name, run in found["runs"].items()]
-    results.keep(link=link_facts(link, found["facts"]), rows=rows)
-    harness.show(rows, SCHEDULE_COLUMNS, left=3)
-
-
-def schedule_row(name: str, run: Row, batch_size: int) -> dict[str, Any]:
-    """Row of an entrant: speeds of both sides, ratios of pairs, bubbles and versions."""
-    entrant, theirs, ours = ENTRANTS[name], run["rival"], run["penstock"]
-    facts = {field: getattr(entrant, field) for field in ("schedule", "weights", "stages_per_rank", "rival")}
-    facts |= {"name": name, "rival_class": CLASSES[entrant.schedule] if entrant.rival == TORCH else None}
-    rest = {key: one for key, one in run.items() if key not in ("rival", "penstock", *BYTES)}
-    return (
-        facts
-        | speeds(ours, batch_size)
-        | ratio_of_pairs(theirs, ours)
-        | speeds(theirs, batch_size, "rival_")
-        | rest
-    )
-
-
-def _percents(shares: Sequence[float]) -> str:
-    return " ".join(f"{100 * share:.0f}" for share in shares) + " %"
-
-
-SCHEDULE_COLUMNS = {
-    "schedule": "{name}",
-    "stages": "{num_stages}",
-    "rival": "{rival}",
-    "samples/s": "{samples_per_second:.1f}",
-    "rival's": "{rival_samples_per_second:.1f}",
-    "x": "{speedup:.2f}",
-    "pairs": lambda row: spread(row["speedup_of_pairs"]),
-    "bubble": lambda row: _percents(row["bubble"]),
-    "simulated": lambda row: _percents(row["bubble_simulated"]),
-    "versions": lambda row: " ".join(str(stage["num_live"]) for stage in row["versions"]),
-    "bytes of them": lambda row: show_bytes(sum(stage["num_bytes"] for stage in row["versions"])),
+    "bubble": lambda row: " ".join(f"{share:.0%}" for share in row["bubble"]),
+    "versions": lambda row: " ".join(map(str, row["live_versions"])),
+    **{way: lambda row, way=way: show_bytes(row[f"bytes_sent_{way}"]) for way in DIRECTIONS},
+    "ratio": lambda row: f"{ratio(*(sum(row[n] for n in BYTES if k in n) for k in ('raw', 'sent'))):.2f}x",
 }
 
 
@@ -334,170 +237,99 @@ SCHEDULE_COLUMNS = {
 
 
 class Racer:
-    """A pipeline on this rank that takes turns: torch's, or Penstock's (``Ours``)."""
+    """A pipeline on this rank that takes turns: torch's, or Penstock's, whose steps are counted."""
 
-    def __init__(self, pipe: Any, plan: Plan, batches: Sequence[Any]) -> None:
-        self.pipe, self.plan, self._batches, self.num_steps = pipe, plan, cycle(batches), 1
+    def __init__(
+        self, pipe: TorchPipeline | Pipeline, plan: Plan, batches: Sequence[Any], stream: bool
+    ) -> None:
+        self.pipe, self.plan, self.stream = pipe, plan, stream
+        self._batches, self.num_steps = cycle(batches), 1
+        self.totals = Totals(num_stages=plan.num_stages)
 
-    def take_step(self) -> float | None:
+    def take_step(self) -> float:
         """Take a step on the next batch; return its loss, which torch has on the last stage's rank alone."""
-        return self.pipe.step(*next(self._batches))
+        found = self.pipe.step(*next(self._batches))
+        if isinstance(found, Report):
+            self.totals.add(found)
+            return found.loss
+        return found or 0.0
 
     def warm_up(self, asked: Options) -> float:
         """Take the steps that are not timed, and see how many fit into a run; return the first loss."""
         world = World.default()
-        first = world.broadcast(self.take_step() or 0.0, self.plan.owner(-1))
+        first = world.broadcast(self.take_step(), self.plan.owner(-1))
         self.num_steps = max(1, asked.warmup - 1)
         seconds = world.broadcast(self.run(), 0)
         self.num_steps = max(1, min(asked.steps, int(asked.seconds / seconds)))
+        while isinstance(self.pipe, Pipeline) and not (self.stream or self.pipe.policy.settled):
+            self.take_step()  # ``codec=auto`` still tries
+        self.totals = Totals(num_stages=self.plan.num_stages)
         return first
 
     def run(self) -> float:
-        """Take the steps of a run together with the other ranks; return the seconds of one step."""
+        """Take the steps of a run together with the other ranks; return the seconds of one step.
+
+        A stream is filled before and drained after: others will use the group."""
+        if self.stream:
+            self.take_step()
         dist.barrier()
         start = time.perf_counter()
         for _ in range(self.num_steps):
             self.take_step()
         dist.barrier()
-        return (time.perf_counter() - start) / self.num_steps
-
-
-class Ours(Racer):
-    """Our pipeline; counts the bytes of its steps, and how much of a run the ranks waited."""
-
-    def __init__(self, pipe: Pipeline, batches: Sequence[Any], *, stream: bool) -> None:
-        super().__init__(pipe, pipe.plan, batches)
-        self.stream = stream
-        self._reset()
-
-    def _reset(self) -> None:
-        self.totals, self.busy = Totals(num_stages=self.plan.num_stages), [0.0] * self.plan.num_ranks
-        self.bubbles: list[list[float]] = []
-        self.spans: list[Span] = []
-
-    def take_step(self) -> float:
-        """Take a step on the next batch; return its loss."""
-        report = self.pipe.step(*next(self._batches))
-        self.totals.add(report)
-        self.busy = list(map(add, self.busy, report.busy_seconds))
-        return report.loss
-
-    def warm_up(self, asked: Options) -> float:
-        """As every side's; also the steps in which ``codec=auto`` still tries."""
-        first = super().warm_up(asked)
-        while not (self.stream or self.pipe.policy.settled):
-            self.take_step()
-        self._reset()
-        return first
-
-    def run(self) -> float:
-        """Take the steps of a run; a stream is filled before and drained after: others will use the group."""
-        if self.stream:
-            self.take_step()
-        self.busy = [0.0] * self.plan.num_ranks
-        seconds = super().run()
-        self.bubbles.append([1 - busy / (seconds * self.num_steps) for busy in self.busy])
-        self.spans += self.pipe.timeline()
-        if self.stream:
+        seconds = (time.perf_counter() - start) / self.num_steps
+        if self.stream and isinstance(self.pipe, Pipeline):
             self.pipe.drain()
         return seconds
 
-    def measured(self, parameter_bytes: Mapping[str, int], *, rate: float | None) -> dict[str, Any]:
-        """Bytes, bubbles, most versions of the weights, and the depth and best step that ``auto`` found."""
-        messages, totals, policy = self.pipe.meter.step.messages, self.totals, self.pipe.policy
-        sizes = [sum(parameter_bytes.get(name, 0) for name in s.parameters) for s in self.plan.stages]
+    def measured(self, policy: Any) -> dict[str, Any]:
+        """Bytes and bubbles of a step, most versions of the weights, the depth and best step of ``auto``."""
+        totals = self.totals
         return {name: sum(stage[name] for stage in totals.stages) / totals.num_steps for name in BYTES} | {
             "flew": policy.extra,
             "simulated_seconds": min((turn.predicted for turn in policy.turns), default=None),
-            "num_stages": self.plan.num_stages,
-            "cuts": list(self.plan.cuts),
-            "ranks_of_stages": list(self.plan.ranks),
-            "num_instructions": [len(program) for program in messages.programs],
-            "bubble": [statistics.median(runs) for runs in zip(*self.bubbles, strict=True)],
-            "bubble_simulated": bubbles(messages, durations(self.spans), rate=rate, stream=self.stream),
-            "versions": [
-                {
-                    "num_live": s["live_versions"],
-                    "num_bytes": s["versions_bytes"] + size,
-                    "parameter_bytes": size,
-                }
-                for s, size in zip(totals.stages, sizes, strict=True)
-            ],
+            "bubble": [totals.bubble(rank) for rank in range(self.plan.num_ranks)],
+            "live_versions": [stage["live_versions"] for stage in totals.stages],
         }
-
-
-def bubbles(
-    messages: StepMessages, seconds: Mapping[tuple[int, str], float], *, rate: float | None, stream: bool
-) -> list[float]:
-    """Share of a step in which each rank would wait, if every instruction took its usual time.
-
-    Args:
-        rate: Bits per second between ranks; None: transfers take no time.
-        stream: The step has no end: a rank only waits for the one that has the most to do.
-    """
-
-    def work(instruction: Instruction) -> float:
-        return seconds.get((instruction.stage, instruction.op.value), 0.0)
-
-    def transfer(message: Message) -> float:
-        return 8 * message.raw_bytes / rate if rate else 0.0
-
-    if not stream:
-        return list(simulate(messages, work=work, transfer=transfer).bubble)
-    busy = [sum(map(work, program)) for program in messages.programs]
-    return [1 - of_rank / max(busy) for of_rank in busy]
 
 
 def race_rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
     """Race on this rank; return ``facts`` of the link and ``runs`` by contestant."""
-    link, config, streams = Link(**asked.link), folder.read_config(), vars(asked).get("streams", ())
-    facts: dict[str, Any] = {} if link.rate is None else {"offload": shaped_links.switch_off(link.device)}
+    link, config = Link(**asked.link), folder.read_config()
+    entrants = {name: Entrant(**one) for name, one in asked.entrants.items()}
+    facts: dict[str, Any] = {} if link.rate is None else {
+        "offloads_off": shaped_links.switch_off_offloads(link.device)
+    }  # fmt: skip
     world = init(deadline=config.deadline)
-    facts["rate_measured"] = measured_rate(world, link)
-    facts["congestion_control"] = CONGESTION.read_text().strip() if CONGESTION.exists() else "unknown"
-    job, plans = Job(config), harness.load_plans(folder)
-    batches, sides = job.batches(), dict[str, Racer]()
+    rate = measured_rates(world, [(0, 1)], deadline=config.deadline).get((0, 1))
+    facts |= {"rate_measured": rate and 8 * rate, "congestion_control": CONGESTION.read_text().strip()}
+    job, plans, sides = Job(config), harness.load_plans(folder), dict[str, Racer]()
+    batches, rivals, pipes = job.batches(), dict[str, str](), dict[str, Pipeline]()
     common: dict[str, Any] = {"loss": loss, "optimizer": job.optimizer}
-    for name, rival in asked.rivals.items():
-        if rival not in plans and rival not in sides:
-            sides[rival] = Racer(TorchPipeline(job.model(), plans[name], **common), plans[name], batches)
+    for name, entrant in entrants.items():
+        rivals[name] = f"{TORCH} {entrant.schedule}" if entrant.rival == TORCH else entrant.rival
+        if entrant.rival == TORCH and rivals[name] not in sides:
+            rival = TorchPipeline(job.model(), plans[name], **common)
+            sides[rivals[name]] = Racer(rival, plans[name], batches, stream=False)
     common |= {"seed": config.seed, "deadline": config.deadline}
-    for name in dict.fromkeys([*asked.rivals, *plans]):
-        sides[name] = Ours(Pipeline(job.model(), plans[name], **common), batches, stream=name in streams)
+    for name, entrant in entrants.items():
+        pipe = pipes[name] = Pipeline(job.model(), plans[name], **common)
+        sides[name] = Racer(pipe, pipe.plan, batches, stream=entrant.stream)
     first = {name: side.warm_up(asked) for name, side in sides.items()}
-    facts["first_losses"] = {name: one for name, one in first.items() if name not in streams}
-    harness.refuse_other_losses(facts["first_losses"], random=harness.is_random(job.model()))
+    facts["first_losses"] = {
+        n: one for n, one in first.items() if n not in entrants or not entrants[n].stream
+    }
+    harness.refuse_other_losses(facts["first_losses"], job.model())
     turns: dict[tuple[str, str], Any] = {}
-    for name, rival in asked.rivals.items():  # a run of the rival before each of ours
+    for name, rival in rivals.items():  # a run of the rival before each of ours
         turns |= {(name, "rival"): sides[rival].run, (name, "penstock"): sides[name].run}
     taken = alternate(turns, asked.repeats)
-    sizes = {name: parameter.nbytes for name, parameter in job.model().named_parameters()}
-    runs: dict[str, Any] = {}
-    for name in asked.rivals:
-        side = sides[name]
-        assert isinstance(side, Ours), "contestants are ours"
-        runs[name] = side.measured(sizes, rate=facts["rate_measured"])
-        runs[name] |= {who: taken[name, who] for who in ("rival", "penstock")}
+    runs = {
+        name: sides[name].measured(pipe.policy) | {who: taken[name, who] for who in ("rival", "penstock")}
+        for name, pipe in pipes.items()
+    }
     world.close()
     return {"facts": facts, "runs": runs}
-
-
-def measured_rate(world: World, link: Link) -> float | None:
-    """Bits per second that two ranks get through the link, both ways at once; None with more ranks."""
-    if world.size != 2:
-        return None
-    num_bytes = int(link.rate / 8 * PROBE_SECONDS) if link.rate else MOST_PROBE
-    num_bytes = min(max(num_bytes, LEAST_PROBE), MOST_PROBE)
-    ours, theirs = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
-
-    def exchange() -> None:
-        transfers = world.irecv(theirs, 1 - world.rank, tag=0), world.isend(ours, 1 - world.rank, tag=0)
-        for transfer in transfers:
-            transfer.wait()
-        world.barrier()
-
-    exchange()  # also opens the connection and its window
-    return 8 * num_bytes / timed(exchange, 1)()
 
 
 if __name__ == "__main__":

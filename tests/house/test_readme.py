@@ -3,7 +3,6 @@
 A block is identified by its fence: a new one is tried at once, or fails as one that no test knows how to try.
 """
 
-import importlib.util
 import os
 import re
 import shlex
@@ -145,13 +144,6 @@ def test_a_command_runs(typed, tmp_path):
     small = shlex.split(SHORT) if words[1] == "train" else ["hydra.run.dir=run"]
     small += ["micro_batches=2"] if "program=mine.csv" in words else []
     start(tmp_path, "-m", "penstock.scripts.command", *words[1:], *([] if "--help" in words else small))
-
-
-def test_modules_that_are_run_are_there():
-    pages = [*PAGES, ROOT / "scripts" / "check-gpu"]
-    found = {module for p in pages for module in re.findall(r" -m (penstock[\w.]+)", p.read_text())}
-    assert found
-    assert [module for module in found if importlib.util.find_spec(module) is None] == []
 
 
 def test_every_schedule_and_policy_has_a_row():

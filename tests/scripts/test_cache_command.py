@@ -105,12 +105,12 @@ def test_the_live_view_is_drawn_anew_until_ctrl_c(path, monkeypatch):
 def test_a_view_says_what_is_not_known():
     job = {
         "job": "a", "run": "1", "data": "d", "epoch": -1, "epochs": 3, "progress": 0.0, "connections": 1,
-        "readers": 4, "uses": 0, "hits": 0, "hit_bytes": 0, "held_bytes": 0, "finish_seconds": None,
+        "uses": 0, "hits": 0, "hit_bytes": 0, "held_bytes": 0, "finish_seconds": None,
     }  # fmt: skip
     console = Console(width=110)
     with console.capture() as caught:
         console.print(cache.view({"capacity": 1024, "held_bytes": 0, "entries": 0, "jobs": [job]}))
-    assert caught.get().split()[-10:] == "0/3 0% 1/4 0 - 0 B 0 B -".split()
+    assert caught.get().split()[-10:] == "0/3 0% 1 0 - 0 B 0 B -".split()
 
 
 def test_a_broker_that_is_stopped_or_away_is_one_sentence(path, capfd, monkeypatch):

@@ -224,7 +224,6 @@ class Run:
             "epochs": hello.epochs,
             "progress": self.used / self.num_ordered if self.num_ordered else 0.0,
             "connections": len(self.members),
-            "readers": hello.readers,
             "uses": self.uses,
             "hits": self.hits,
             "hit_bytes": self.hit_bytes,
@@ -274,7 +273,7 @@ class Core:
                 )
             run = self.runs[hello.job, hello.run] = Run(hello)
             self.policy.join(run.job, now)
-        elif dataclasses.replace(hello, readers=run.hello.readers) != run.hello:
+        elif hello != run.hello:
             raise NotWelcome(f"job {hello.job} has connections that differ; give each run a name of its own")
         member = Member(run)
         run.members.add(member)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from math import ceil
 
 from .policy import MISS, NEVER, Decision, Entry, Job, JobProgress
@@ -45,28 +46,18 @@ def cached_per_batch(job: Job) -> int:
     return batch if visible >= batch * times.sample_io else min(batch, ceil(visible / times.sample_io - 1e-9))
 
 
-def hits_per_batch(job: Job, num_slots: float) -> float:
-    """s_i of step S21: the samples of a batch that hit when ``num_slots`` (M_i) are the job's alone."""
-    return min(num_slots / job.num_samples, 1.0) * job.batch_size
+def gains(jobs: Iterable[Job], *, last_gain: int | None = None) -> dict[str, int]:
+    """k_i of step S13, by name of the jobs whose times are known, the shortest epoch first.
 
-
-def ascending(jobs: Iterable[Job]) -> dict[str, float]:
-    """Step S13: T_i by name of the jobs whose times are known, the shortest first."""
-    epochs = [(job.times.epoch, job.name) for job in jobs if job.times is not None]
-    return {name: seconds for seconds, name in sorted(epochs)}
-
-
-def gains(epochs: Mapping[str, float], *, last_gain: int | None = None) -> dict[str, int]:
-    """k_i of step S13: the slots that a request for one is given, more the shorter an epoch.
+    A request for a slot is given so many, more the shorter an epoch.
 
     Args:
-        epochs: Result of ``ascending``.
         last_gain: Gain of the slowest job, where it has a neighbour to ask.
     """
-    slowest = max(epochs.values(), default=0.0)
-    found = {name: max(1, round(slowest / one)) if one > 0 else 1 for name, one in epochs.items()}
+    epochs = sorted((job.times.epoch, job.name) for job in jobs if job.times is not None)
+    found = {name: max(1, round(epochs[-1][0] / epoch)) if epoch > 0 else 1 for epoch, name in epochs}
     if last_gain is not None and len(found) > 1:
-        found[list(found)[-1]] = last_gain
+        found[epochs[-1][1]] = last_gain
     return found
 
 
@@ -89,19 +80,16 @@ class Space:
         self.following: dict[int, int] = {}
         self.counts: dict[int, int] = {}
         self.held = self.ahead = self.idle = self.gain = self.desired = 0
-        self._listed: list[int] = []  # the samples of `following`, in which one is picked at random
-        self._place: dict[int, int] = {}
         self._seen = [0, 0]  # samples that were offered or taken, and their bytes
 
     def see(self, num_bytes: int) -> None:
         """Remember the size of a sample."""
-        self._seen[0] += 1
-        self._seen[1] += num_bytes
+        self._seen = [self._seen[0] + 1, self._seen[1] + num_bytes]
 
     def due(self, part: float) -> float:
-        """s_i with a part of so many bytes (S21)."""
+        """s_i of step S21: samples of a batch that hit when a part of so many bytes is the job's alone."""
         slots = part * self._seen[0] / self._seen[1] if self._seen[1] else float(self.job.num_samples)
-        return hits_per_batch(self.job, slots)
+        return min(slots / self.job.num_samples, 1.0) * self.job.batch_size
 
     def put(self, index: int, num_bytes: int, batch: int) -> None:
         """A sample enters the half for the next epoch; its batch counts one more."""
@@ -109,8 +97,6 @@ class Space:
         self.ahead += num_bytes
         self.held += num_bytes
         self.following[index] = num_bytes
-        self._place[index] = len(self._listed)
-        self._listed.append(index)
         self.counts[batch] = self.counts.get(batch, 0) + 1
 
     def take(self, index: int) -> None:
@@ -119,10 +105,7 @@ class Space:
         self.idle += num_bytes
         self.ahead -= num_bytes
         self.held -= num_bytes
-        place, last = self._place.pop(index), self._listed.pop()
-        if last != index:
-            self._listed[place], self._place[last] = last, place
-        self.counts[self.batch(index)] -= 1
+        self.counts[self.progress.batch_of(self.progress.next_use(index))] -= 1
 
     def spend(self, index: int) -> int:
         """A sample of this epoch is taken; its bytes."""
@@ -130,21 +113,13 @@ class Space:
         self.held -= num_bytes
         return num_bytes
 
-    def pick(self, drawn: random.Random) -> int:
-        """A random sample of the half for the next epoch."""
-        return self._listed[drawn.randrange(len(self._listed))]
-
-    def batch(self, index: int) -> int:
-        """The batch of the next order that a sample belongs to."""
-        return self.progress.batch_of(self.progress.next_use(index))
-
     def turn(self) -> tuple[tuple[int, ...], int]:
         """The halves change roles.
 
         Returns: samples that were not used, and bytes that are the pool's again."""
         left, back = tuple(self.current), self.held - self.ahead + self.idle
         self.current, self.following, self.held, self.ahead, self.idle = self.following, {}, self.ahead, 0, 0
-        self.counts, self._listed, self._place = {}, [], {}
+        self.counts = {}
         return left, back
 
 
@@ -159,11 +134,9 @@ class Gain:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """See ``Policy``."""
         return {name: space.held for name, space in self.spaces.items() if space.held}
 
     def join(self, job: Job, now: float) -> None:
-        """See ``Policy``."""
         if job.name in self.spaces:
             self.spaces[job.name].job = job
             self.spaces[job.name].progress.update(job)
@@ -172,7 +145,6 @@ class Gain:
         self._sort()
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
-        """See ``Policy``."""
         space = self.spaces.pop(name, None)
         if space is None:
             return ()
@@ -181,15 +153,14 @@ class Gain:
         return tuple((name, index) for index in (*space.current, *space.following))
 
     def _sort(self) -> None:
-        epochs = ascending(space.job for space in self.spaces.values())  # S13: ascending by T_i
-        self._list = [self.spaces[name] for name in epochs]
-        for space, gain in zip(self._list, gains(epochs, last_gain=self._last_gain).values(), strict=True):
-            space.gain, space.desired = gain, cached_per_batch(space.job)  # S13, S22
+        found = gains((space.job for space in self.spaces.values()), last_gain=self._last_gain)  # S13
+        self._list = [self.spaces[name] for name in found]
+        for space in self._list:
+            space.gain, space.desired = found[space.job.name], cached_per_batch(space.job)  # S13, S22
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
     ) -> tuple[Entry, ...]:
-        """See ``Policy``."""
         space = self.spaces[name]
         space.progress.begin(order, following, now)  # S32: two known orders
         left, back = space.turn()  # S38: the halves change roles; S32: counters are zeroed
@@ -200,7 +171,6 @@ class Gain:
         return tuple((name, index) for index in (*left, *strange))
 
     def use(self, name: str, index: int, now: float) -> Decision:
-        """See ``Policy``."""
         space = self.spaces[name]
         space.progress.use(index, now)
         if index in space.following:  # used twice in an epoch
@@ -209,65 +179,53 @@ class Gain:
             return MISS  # S33: a miss is loaded
         num_bytes = space.spend(index)
         self.pool += num_bytes  # S33: a hit's slot goes to the pool
-        entered, gone = self._enter(space, index, num_bytes)
-        return Decision((name, index), gone if entered else (*gone, (name, index)))
+        gone = self._enter(space, index, num_bytes)
+        return Decision((name, index), ((name, index),) if gone is None else gone)
 
     def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
-        """See ``Policy``."""
         space = self.spaces[name]
         if index in space.current or index in space.following:
             return Decision((name, index))
         space.see(num_bytes)
-        entered, gone = self._enter(space, index, num_bytes)
-        return Decision((name, index) if entered else None, gone)
+        gone = self._enter(space, index, num_bytes)
+        return MISS if gone is None else Decision((name, index), gone)
 
     def drop(self, entry: Entry) -> None:
-        """See ``Policy``."""
         space, index = self.spaces.get(entry[0]), entry[1]
         if space is not None and index in space.current:
             self.pool += space.spend(index)
         elif space is not None and index in space.following:
             space.take(index)
 
-    def _enter(self, space: Space, index: int, num_bytes: int) -> tuple[bool, tuple[Entry, ...]]:
-        """S34 to S37: try to enter a sample that was just used into the half for the next epoch; return
-        the evicted.
-        """
+    def _enter(self, space: Space, index: int, num_bytes: int) -> tuple[Entry, ...] | None:
+        """Enter a sample that was just used into the half for the next epoch (S34 to S37).
+
+        Returns: evicted entries; None if it did not enter."""
         if space.job.times is None:  # S11: the warm-up epoch passes without cache
-            return False, ()
+            return None
         place = space.progress.next_use(index)
         if place < space.progress.first + space.progress.length:  # S38: nothing is admitted in the last epoch
-            return False, ()
+            return None
         batch = space.progress.batch_of(place)  # S34: the batch of the next order that it belongs to,
         count = space.counts.get(batch, 0)  # and how many of that entered
-        lent = min(self.pool, space.gain * num_bytes)
+        lent, gone = min(self.pool, space.gain * num_bytes), list[Entry]()
         if space.idle + lent >= num_bytes:  # S35: there is a free slot, in the pool or its own
             if count >= space.desired:
-                return False, ()
+                return None
             self.pool -= lent  # S35: takes min(pool, k_i) slots; a request that fails takes none
             space.idle += lent
         elif not space.desired or count >= space.due(self.capacity / len(self.spaces)):
-            return False, ()  # S36: the batch has what it is due
-        else:  # S37
-            given, gone = self._neighbour(space, num_bytes - space.idle)
-            if given:
-                space.put(index, num_bytes, batch)
-            return given, gone
+            return None  # S36: the batch has what it is due
+        else:  # S37: the job before this one in the list gives what is lacking, if it can
+            at, lacking = self._list.index(space), num_bytes - space.idle
+            giver = self._list[at - 1]
+            if at == 0 or giver.idle + giver.ahead < lacking:
+                return None
+            while giver.idle < lacking:  # S37: a free slot if there is one, else a random sample's
+                picked = next(islice(giver.following, self._drawn.randrange(len(giver.following)), None))
+                giver.take(picked)
+                gone.append((giver.job.name, picked))
+            giver.idle -= lacking
+            space.idle += lacking
         space.put(index, num_bytes, batch)
-        return True, ()
-
-    def _neighbour(self, space: Space, num_bytes: int) -> tuple[bool, tuple[Entry, ...]]:
-        """S37: let the job before this one in the list give so many bytes, if it can; return the evicted."""
-        place = self._list.index(space)
-        if place == 0:  # S37: the first of the list has nobody to ask
-            return False, ()
-        giver, gone = self._list[place - 1], []
-        if giver.idle + giver.ahead < num_bytes:
-            return False, ()
-        while giver.idle < num_bytes:  # S37: a free slot if there is one, else a random sample's
-            picked = giver.pick(self._drawn)
-            giver.take(picked)
-            gone.append((giver.job.name, picked))
-        giver.idle -= num_bytes  # S37: the slot moves
-        space.idle += num_bytes
-        return True, tuple(gone)
+        return tuple(gone)

@@ -1,4 +1,4 @@
-"""Interface of the eviction policies, and the byte budget that two of them keep.
+"""Interface of the eviction policies, and the progress of a job, by which two of them predict.
 
 A policy is pure: no clock, no file, no thread. The broker and the simulator drive the same objects and pass
 the time. A sample is used first; if the policy does not have it, it is loaded and then offered.
@@ -72,7 +72,7 @@ class Policy(Protocol):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Bytes by the job that had them admitted."""
+        """Bytes by the job that they are kept for; jobs without any are not named."""
         ...
 
     def join(self, job: Job, now: float) -> None:
@@ -108,51 +108,6 @@ class Policy(Protocol):
     def drop(self, entry: Entry) -> None:
         """Forget an entry: its sample changed, or its bytes could not be kept."""
         ...
-
-
-class ByteBudget:
-    """Entries with their bytes and the job that had each admitted; part of a policy.
-
-    Attributes:
-        num_bytes: Of all entries; never above ``capacity``.
-        held: Bytes by job; jobs without any are not named.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.num_bytes = capacity, 0
-        self.entries: dict[Entry, tuple[int, str]] = {}
-        self.held: dict[str, int] = {}
-
-    def fits(self, num_bytes: int) -> bool:
-        """True if so many bytes more fit."""
-        return self.num_bytes + num_bytes <= self.capacity
-
-    def add(self, entry: Entry, num_bytes: int, name: str) -> None:
-        """Add an entry, for the job ``name``."""
-        assert entry not in self.entries
-        assert self.fits(num_bytes)
-        self.entries[entry] = num_bytes, name
-        self.num_bytes += num_bytes
-        self._charge(name, num_bytes)
-
-    def drop(self, entry: Entry) -> None:
-        """See ``Policy``."""
-        num_bytes, name = self.entries.pop(entry, (0, ""))
-        self.num_bytes -= num_bytes
-        self._charge(name, -num_bytes)
-
-    def hand_over(self, name: str, heir: Mapping[Entry, str]) -> None:
-        """Charge the entries of a job that leaves to the heir of each."""
-        for entry, (num_bytes, owner) in self.entries.items():
-            if owner == name:
-                self.entries[entry] = num_bytes, heir[entry]
-                self._charge(name, -num_bytes)
-                self._charge(heir[entry], num_bytes)
-
-    def _charge(self, name: str, num_bytes: int) -> None:
-        self.held[name] = self.held.get(name, 0) + num_bytes
-        if not self.held[name]:
-            del self.held[name]
 
 
 NEVER = -1

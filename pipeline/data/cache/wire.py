@@ -82,7 +82,6 @@ class Hello:
         run: Tells two runs of one name apart.
         data: Data set, and how it was read and decoded: the same name gets the same bytes.
         epochs: Number of epochs there will be.
-        readers: Number of connections that it will have, as it knows now.
     """
 
     job: str
@@ -91,7 +90,6 @@ class Hello:
     num_samples: int
     batch_size: int
     epochs: int
-    readers: int = 1
 
     def __post_init__(self) -> None:
         for name in (self.job, self.run, self.data):
@@ -99,9 +97,9 @@ class Hello:
                 raise TransportError("the names of job, run and data are of 1 to 1024 printable characters")
         if not 0 < self.num_samples <= MOST_SAMPLES:
             raise TransportError(f"a data set has 1 to {MOST_SAMPLES} samples, found {self.num_samples}")
-        counts = (self.batch_size, self.epochs, self.readers)
+        counts = (self.batch_size, self.epochs)
         if min(counts) < 1 or max(counts) > NOWHERE:
-            raise TransportError(f"batch_size, epochs and readers are 1 to {NOWHERE}")
+            raise TransportError(f"batch_size and epochs are 1 to {NOWHERE}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from brokers import hello
-from cache_simulator import CONTESTANTS
 from hypothesis import given
 from hypothesis import strategies as st
 from small_policies import Watched
@@ -151,8 +150,8 @@ def laws_of(policy, entries, jobs):
         assert min(policy.pool, *(space.idle for space in spaces), 0) == 0
         assert all(sum(space.counts.values()) == len(space.following) for space in spaces)
     if isinstance(policy, NextUse):
-        assert entries.keys() == policy._queue.uses.keys()
-        for entry, use in policy._queue.uses.items():  # nothing stays that nobody will use
+        assert entries.keys() == policy.uses.keys()
+        for entry, use in policy.uses.items():  # nothing stays that nobody will use
             assert use.reader.job.name in jobs
             assert use.reader.next_use(entry[1]) >= 0
 
@@ -166,10 +165,7 @@ REQUEST = st.tuples(
 )
 
 
-def each_policy():
-    """Those of a broker; slow: variants of them."""
-    for name, make in CONTESTANTS.items():
-        yield pytest.param(make, id=name, marks=() if name in POLICIES else pytest.mark.slow)
+EACH_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
 def run(policy, requests, num_pages=12):
@@ -186,13 +182,13 @@ def run(policy, requests, num_pages=12):
     return world
 
 
-@pytest.mark.parametrize("policy", list(each_policy()))
+@EACH_POLICY
 @given(st.lists(REQUEST, max_size=60), st.integers(0, 12))
 def test_any_interleaving_of_requests_holds_the_laws(policy, requests, num_pages):
     run(policy, requests, num_pages)
 
 
-@pytest.mark.parametrize("policy", list(each_policy()))
+@EACH_POLICY
 def test_thousands_of_requests_in_one_life_hold_the_laws_and_repeat_their_answers(policy):
     drawn = random.Random(0)
     kinds = [kind for kind in KINDS if kind != "leave"]

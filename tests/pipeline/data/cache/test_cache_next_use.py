@@ -65,7 +65,7 @@ def test_a_sample_that_several_read_stays_for_the_next_of_them():
 def test_who_leaves_hands_its_samples_to_who_still_reads_them():
     kept = started(4, job("a", "d"), job("b", "d"))
     assert [kept.takes("a", index, float(index)) for index in (0, 1, 2)] == [True] * 3
-    assert dict(kept.held) == {"a": 30}
+    assert dict(kept.held) == {"b": 30}  # it is yet to use them
     assert kept.leave("a", 2.0) == ()
     assert dict(kept.held) == {"b": 30}
     assert kept.use("b", 0, 2.0).entry == ("d", 0)

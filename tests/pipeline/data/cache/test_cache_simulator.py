@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from cache_simulator import CONTESTANTS, Load, TokenBucket, hit_rate, optimum, simulate
+from cache_simulator import Load, optimum, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 from small_policies import Watched
@@ -33,23 +33,19 @@ def test_no_choice_of_what_to_keep_hits_more_than_the_optimum(keys: list[int], n
 
 
 def paced(name: str, slots: int, *, jobs: int, same: bool, num: int, seed: int = 0):
-    """Jobs that take as long for a hit as for a load, so that all keep their pace."""
     loads = [
         Load(
             name=f"job{number}",
-            data="d" if same else None,
+            data=0 if same else number,
             num_samples=num,
             batch_size=20,
             epochs=6,
-            training=0.0,
-            sample_bytes=1,
             start=num * number / jobs + number / jobs,
             seed=100 * seed + number,
         )
         for number in range(jobs)
     ]
-    policy = Watched(CONTESTANTS[name](slots))  # every answer is held against the bytes
-    return simulate(loads, policy, storage=TokenBucket(latency=1e-9), sample_seconds=1.0)
+    return simulate(loads, Watched(POLICIES[name](slots)))  # every answer is held against the bytes
 
 
 # By share of the samples and whether jobs read the same data: the least hit rate.
@@ -60,14 +56,14 @@ TARGETS = {(0.1, False): 0.2, (0.25, False): 0.375, (0.1, True): 0.36, (0.25, Tr
 def test_next_use_comes_close_to_the_optimum(share: float, same: bool):
     slots = round(share * 400 * (1 if same else 8))
     run = paced("next_use", slots, jobs=8, same=same, num=400)
-    assert run.hits >= 0.98 * optimum(run.trace, slots).sum()
-    assert hit_rate(run.jobs.values()) >= TARGETS[share, same]
+    assert sum(run.hits) >= 0.98 * optimum(run.keys, slots).sum()
+    assert run.hit_rate() >= TARGETS[share, same]
 
 
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_policy_hits_more_than_the_optimum_and_the_same_seeds_give_the_same(name: str, same: bool):
     run, again, other = (paced(name, 60, jobs=4, same=same, num=150, seed=seed) for seed in (1, 1, 2))
-    assert run.hits <= optimum(run.trace, 60).sum()
-    assert (run.jobs, run.trace) == (again.jobs, again.trace)
-    assert run.trace != other.trace
+    assert sum(run.hits) <= optimum(run.keys, 60).sum()
+    assert run == again
+    assert run.keys != other.keys
