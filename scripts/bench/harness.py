@@ -30,9 +30,9 @@ from penstock.pipeline.distributed.launcher import run_rank, start_ranks
 from penstock.pipeline.run import build, console, early
 from penstock.pipeline.run.planning import prepare, training_batches
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.scripts import overrides
-from penstock.scripts.application import checked
+from penstock.scripts.application import checked, refusal
 from penstock.scripts.circumstances import circumstances
+from penstock.scripts.command_line import with_own_groups
 from penstock.stages.files import save_json
 from penstock.stages.plan.plan import Plan
 
@@ -230,7 +230,7 @@ def train_config(
             raise ConfigError(f"this bench trains with {key}={fixed[key]}; drop {key}=")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where model._target_=my.Net usually is
-    typed = overrides.with_own_groups(typed)
+    typed = with_own_groups(typed)
     keys = [item.partition("=")[0].lstrip("+") for item in typed]
     common = {"scheduler": "none", "epochs": 1_000_000, "deadline": 120}
     given = [f"{key}={value}" for key, value in {**common, **defaults, **fixed}.items() if key not in keys]
@@ -240,7 +240,7 @@ def train_config(
         try:
             config = hydra.compose("train", overrides=[*given, *typed])
         except Exception as error:  # Hydra's grammar and composition raise several unrelated kinds
-            raise overrides.refusal("train", (), [*given, *typed], error) from error
+            raise refusal("train", [*given, *typed], error, TrainConfig) from error
     made = checked(config, TrainConfig)
     early.check(made, typed)
     build.optimizer(made.optimizer)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from penstock import ConfigError, PenstockError
@@ -25,7 +24,7 @@ from penstock.pipeline.data.samples import Description
 from penstock.pipeline.run import build, early
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.pipeline.schedules.building_blocks import layout
-from penstock.scripts import flags, usage
+from penstock.scripts import command_line
 
 CONF = Path(str(resources.files("penstock.conf")))
 SAMPLES, SGD = "penstock.pipeline.data", "torch.optim.SGD"
@@ -197,16 +196,6 @@ def test_names_that_are_known_before_torch_are_those_there_are():
     assert (names.lossless(), names.LOSSY) == (tuple(CODECS), tuple(LOSSY_CODECS))
 
 
-def test_our_table_of_flags_is_that_of_hydra():
-    actions = [action for action in get_args_parser()._actions if action.option_strings]
-    assert {action.option_strings[0] for action in actions} == {*flags.FLAGS}
-    pairs = [action.option_strings for action in actions if action.option_strings[1:]]
-    assert {short: long for long, short in pairs} == flags.SHORT
-    assert {action.option_strings[0] for action in actions if action.nargs == 0} == {*flags.ALONE}
-    few = {action.option_strings[0]: tuple(action.choices) for action in actions if action.choices}
-    assert few == {"--cfg": flags.VALUED["--cfg"], **flags.MAY_HAVE_A_VALUE}
-
-
 def test_the_defaults_are_the_published_ones():
     config = TrainConfig()
     assert (config.ranks, config.stages, config.batch_size, config.micro_batches) == (2, None, 128, 8)
@@ -239,9 +228,9 @@ def test_a_group_lists_what_its_target_takes_with_the_same_defaults(file):
 
 @pytest.mark.parametrize("schema", [PlanConfig, PlanningConfig, TrainConfig])
 def test_every_option_has_its_meaning_in_the_help(schema):
-    meanings = usage.meanings(schema)
+    meanings = command_line.meanings(schema)
     assert meanings.keys() == {field.name for field in dataclasses.fields(schema)}
-    text = usage.text("command", schema)
+    text = command_line.help_text("command", schema)
     for line in text.splitlines():
         assert len(line) <= 120
     for name in ("ranks=2 ", "cuts=null", "memory.device=null", "model=NAME", "extra_in_flight=auto"):
