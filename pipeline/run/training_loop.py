@@ -31,7 +31,7 @@ from . import build, console
 from .checkpoints import Checkpoints
 from .loggers import Loggers
 from .metrics import Metrics, summarise
-from .model_file import keeping, writer
+from .model_file import keeping, write_model
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
 from .resume import position, take_over
 from .run_folder import RunFolder
@@ -285,7 +285,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
     data = pipe.world.all_gather_json(batches.figures, at="the end of its data")
     spans, flows = pipe.timeline(), pipe.flows()
     sizes = {key: pipe.state.expected[key].numel() for key in pipe.state.keys}
-    writer(config.model, pipe)(pipe, folder.model, before=lambda: mark and folder.check(mark))
+    write_model(pipe, folder.model, before=lambda: mark and folder.check(mark))
     if mark is None:
         return
     with keeping(folder.model):
