@@ -29,15 +29,14 @@ from ..pipeline import Pipeline
 from ..runtime.report import Report
 from . import build, console
 from .checkpoints import Checkpoints
-from .loggers import Loggers
-from .metrics import Metrics, summarise
+from .logs import JsonLog, Loggers, SharesLog
+from .metrics import Totals, step_line, summarise
 from .model_file import keeping, write_model
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
 from .resume import position, take_over
 from .run_folder import RunFolder
-from .shares_log import SharesLog
 from .sharing import share
-from .tier_rows import foretell
+from .tables import foretell
 
 
 class Asked:
@@ -258,6 +257,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
     """Train this rank's stages; rank 0 also tells and writes what happens."""
     num_steps, first = count_steps(config, samples), pipe.rank == 0
+    totals = Totals(num_stages=plan.num_stages)
     mark = folder.mark() if first else None
     with console.Training(num_steps, shown=first) as progress:
         path, tell = folder.metrics if first else None, progress.note
@@ -269,16 +269,17 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         ahead = course(config, samples, done=pipe.num_steps)
         loads = loader(config, samples, pipe, ahead, folder=folder.path, tell=tell)
         with (
-            Metrics(path, num_stages=plan.num_stages, tell=tell, first=pipe.num_steps) as metrics,
+            JsonLog(path, tell=tell, first=pipe.num_steps) as metrics,
+            SharesLog(pipe, folder.shares if first else None, tell=tell) as shares,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
             Asked(pipe, kept.now) as asked,
             contextlib.closing(loads) as batches,
         ):
-            metrics.totals.load(notes.get("totals"))
-            kept.notes = lambda: {"config": options, "totals": vars(metrics.totals)}
-            see = [metrics.add, progress.step, foretell(plan, tell), loggers.step, kept.after, asked.after]
-            see.append(SharesLog(pipe, folder.shares if first else None, tell=tell).after)
+            totals.load(notes.get("totals"))
+            kept.notes = lambda: {"config": options, "totals": vars(totals)}
+            see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
+            see += [foretell(plan, tell), loggers.step, kept.after, asked.after, shares.after]
             more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
             test = run_epochs(pipe, plan, config, ahead, batches, **more)
     pipe.drain()
@@ -294,7 +295,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         told = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         told |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
         told |= {"sizes": sizes, "test": test, "resumed_from": resumed, "data": data}
-        save_json(folder.summary, summarise(metrics.totals, plan, **told))
+        save_json(folder.summary, summarise(totals, plan, **told))
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from small_pipelines import pipeline_of
 
 from penstock import ConfigError
-from penstock.pipeline.run.metrics import Metrics, read_lines
+from penstock.pipeline.run.logs import JsonLog
+from penstock.pipeline.run.metrics import read_lines, step_line
 from penstock.pipeline.run.model_file import keeping, write_model
 from penstock.stages.files import refusing, save_json, save_picture, writing
 from penstock.stages.tensor_file import write_tensors
@@ -163,11 +164,11 @@ def fill(disk):
 @pytest.mark.parametrize("comes", [True, False])
 def test_metrics_wait_for_room_and_lose_no_line_or_say_so(comes, small_disk):
     told, path = [], small_disk / "metrics.jsonl"
-    with Metrics(path, num_stages=2, tell=told.append) as metrics:
-        metrics.add(report(0))
+    with JsonLog(path, tell=told.append) as metrics:
+        metrics.append(step_line(report(0)))
         filler = fill(small_disk)
         for step in range(1, 40):
-            metrics.add(report(step))
+            metrics.append(step_line(report(step)))
         written = [line["step"] for line in read_lines(path)]
         assert written == list(range(len(written)))
         assert 1 < len(written) < 40
@@ -177,7 +178,7 @@ def test_metrics_wait_for_room_and_lose_no_line_or_say_so(comes, small_disk):
             filler.unlink()
     lines = [line["step"] for line in read_lines(path)]
     assert lines == list(range(40 if comes else len(written)))
-    assert told[1:] == ([] if comes else [f"{path} lacks the last {40 - len(written)} of 40 steps"])
+    assert told[1:] == ([] if comes else [f"{path} lacks the last {40 - len(written)} of 40 lines"])
 
 
 def test_half_a_last_line_is_left_out_and_a_damaged_one_refused(tmp_path):
