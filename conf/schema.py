@@ -96,7 +96,6 @@ class PlanConfig:
             raise ConfigError(
                 f"program={self.program} is for schedule=custom, found schedule={self.schedule}; drop either"
             )
-        self._check_stages()
 
     @property
     def num_stages(self) -> int:
@@ -108,21 +107,6 @@ class PlanConfig:
         if self.replicas.several:
             return self.replicas.num_stages(self.ranks)
         return 2 * self.ranks if self.schedule in TWO_A_RANK else self.ranks
-
-    def _check_stages(self) -> None:
-        if self.cuts is not None and self.stages not in (None, self.num_stages):
-            raise ConfigError(
-                f"stages={self.stages} contradicts cuts={shown(self.cuts)}, which make {self.num_stages};"
-                " leave out one of them"
-            )
-        if self.replicas.several:
-            self.replicas.check(num_stages=self.num_stages, ranks=self.ranks)
-        elif self.ranks > self.num_stages:
-            asked = f"stages={self.stages}" if self.cuts is None else f"cuts={shown(self.cuts)}"
-            raise ConfigError(
-                f"ranks={self.ranks} is more than the {self.num_stages} stages of {asked}, and a rank needs"
-                f" one at least; lower ranks to {self.num_stages}, or ask for more stages"
-            )
 
 
 @dataclass
