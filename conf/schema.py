@@ -12,8 +12,17 @@ from typing import Any
 
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
-from .parts import CacheConfig, CheckpointConfig, ClipConfig, MemoryConfig, ReplicasConfig
-from .rules import at_least, count_or_auto, one_of, shown
+from .parts import (
+    CacheConfig,
+    CheckpointConfig,
+    ClipConfig,
+    MemoryConfig,
+    ReplicasConfig,
+    at_least,
+    count_or_auto,
+    one_of,
+    shown,
+)
 
 CASTS = ("bfloat16", "float16")
 
@@ -226,3 +235,28 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"{alone}, and clip.norm={self.clip.norm} needs one; add clip.scope=stage")
         if scale == "dynamic":
             raise ConfigError(f"{alone}, and loss_scale=dynamic needs one; give a number: loss_scale=1024")
+
+
+@dataclass
+class PlanningMemoryConfig(MemoryConfig):
+    """Limits of memory, the tiers of what waits, and whether to list what fills it.
+
+    Attributes:
+        table: print what every layer saves for its backward, and write all of it to memory.csv
+    """
+
+    table: bool = False
+
+
+@dataclass
+class PlanningConfig(PlanConfig):
+    """The options of ``penstock plan``: those of a plan, and these.
+
+    Attributes:
+        graph: draw which layer depends on which data, to graph.png, and write it to graph.json
+    """
+
+    graph: bool = False
+    memory: PlanningMemoryConfig = field(  # pyright: ignore[reportIncompatibleVariableOverride] more of it
+        default_factory=PlanningMemoryConfig
+    )

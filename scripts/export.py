@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     source, output = _read(arguments)
     if output:
         _refuse_existing(output)
-    from ..pipeline.run.checkpoints import export  # what brings torch, which a refusal does not wait for
+    from ..pipeline.run.checkpoints import export
 
     def target(step: int) -> Path:
         path = output or Path(f"model_step_{step}.safetensors")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..conf.planning import PlanningConfig
+from ..conf.schema import PlanningConfig
 from .command_line import asks_for_help, help_text
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
 from ...conf.parts import MEASURED
-from ...conf.planning import PlanningConfig
-from ...conf.schema import PlanConfig, TrainConfig
+from ...conf.schema import PlanConfig, PlanningConfig, TrainConfig
 from ...stages.files import save_json
 from ...stages.memory.disk import DiskOptions, disk_rate
 from ...stages.plan.plan import Plan

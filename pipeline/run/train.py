@@ -34,7 +34,7 @@ from ..distributed.process_group import World, thread_of
 from ..distributed.processes import StartProcess, start_process
 from ..distributed.threads import start_threads
 from ..pipeline import Pipeline
-from . import build, console, early, sharing, torchrun
+from . import build, console, early, torchrun, training_loop
 from .build import is_bare, sources
 from .determinism import place
 from .planning import check_batches, count_updates, decide, disk_options, prepare
@@ -69,7 +69,7 @@ def train(
         samples = prepare(config)
         for note in samples.notes:
             console.warn(note)
-        sharing.check(config, samples)
+        training_loop.check(config, samples)
         build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
         source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
         plan, pipe = build_run(config, samples, given=given, source=source, folder=folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from ...conf.schema import TrainConfig
 from ...stages.files import save_json
 from ...stages.plan.plan import Plan
 from ...stages.tracing.layers import casting
-from ..data.batches import BatchIndex, BatchReader, Needs, PartTable
-from ..data.loader import Loader, WarmUp, workers_of
-from ..data.samples import Samples
+from ..data.batches import BatchIndex, BatchReader, Needs, PartTable, Table
+from ..data.cached import CachedDataset, CacheReader, cache_reader, sample_source
+from ..data.image_folder import Files
+from ..data.loader import Loader, WarmUp, in_memory, workers_of
+from ..data.samples import IterableTable, MapTable, Samples
 from ..data.storage import check_shared
 from ..distributed.launcher import cores, local_ranks
 from ..distributed.process_group import hearing
@@ -28,14 +31,12 @@ from ..distributed.processes import Stopped
 from ..pipeline import Pipeline
 from ..runtime.report import Report
 from . import build, console
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, keeping, write_model
 from .logs import JsonLog, Loggers, SharesLog
 from .metrics import Totals, step_line, summarise
-from .model_file import keeping, write_model
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
 from .resume import position, take_over
 from .run_folder import RunFolder
-from .sharing import share
 from .tables import foretell
 
 
@@ -303,3 +304,47 @@ def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
     versions = f" weights={plan.weights}{predicted}" if plan.streams else ""
     job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
     return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
+
+
+def check(config: TrainConfig, samples: Samples) -> None:
+    """Refuse now samples that cannot be cached, where that is asked for.
+
+    Raises: ConfigError: they have no numbers, or do not tell how they are read."""
+    if config.cache.mode != "none" and not in_memory(samples.train):
+        sample_source(_dataset(samples.train), decoded=config.cache.decoded)
+
+
+def share(
+    config: TrainConfig, samples: Samples, pipe: Pipeline, *, folder: Path, tell: Callable[[str], None]
+) -> tuple[Table, CacheReader | None]:
+    """Return the samples to train on as this rank reads them, and what brings them through the cache, if
+    that was asked for; collective.
+
+    Raises: ConfigError: they cannot be cached."""
+    options, table = config.cache, samples.train
+    if options.mode == "none":
+        return table, None
+    run = pipe.world.all_gather_json(uuid.uuid4().hex, at="the name of its run")[0]
+    if in_memory(table):
+        tell(f"cache={options.mode}: these samples lie in memory, so none of them goes through the cache")
+        return table, None
+    dataset = _dataset(table)
+    through = cache_reader(
+        sample_source(dataset, decoded=options.decoded),
+        job=options.job or folder.name,
+        run=run,
+        data=options.data,
+        socket=options.socket,
+        backend=options.backend,
+        num_samples=samples.num_samples("train"),
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+    )
+    if isinstance(table, Files):
+        return dataclasses.replace(table, through=through.payloads), through
+    asks = CachedDataset(dataset, through)
+    return (dataclasses.replace(table, dataset=asks) if isinstance(table, MapTable) else asks), through
+
+
+def _dataset(table: Table) -> Any:
+    return table.dataset if isinstance(table, MapTable | IterableTable) else table

@@ -17,8 +17,7 @@ import pytest
 from checkout import ROOT, files
 from hydra.core.config_store import ConfigStore
 
-from penstock.conf.planning import PlanningConfig
-from penstock.conf.schema import TrainConfig
+from penstock.conf.schema import PlanningConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import application, command, command_line
 from penstock.stages.weight_versions.policies import POLICIES

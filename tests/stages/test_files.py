@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from small_pipelines import pipeline_of
 
 from penstock import ConfigError
+from penstock.pipeline.run.checkpoints import keeping, write_model
 from penstock.pipeline.run.logs import JsonLog
 from penstock.pipeline.run.metrics import read_lines, step_line
-from penstock.pipeline.run.model_file import keeping, write_model
 from penstock.stages.files import refusing, save_json, save_picture, writing
 from penstock.stages.tensor_file import write_tensors
 

@@ -13,7 +13,7 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.pipeline.run.model_file import write_model
+from penstock.pipeline.run.checkpoints import write_model
 from penstock.pipeline.runtime.meter import ResidentMemory
 from penstock.stages.tensor_file import write_tensors
 
