@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are written, where, how many are kept, and from which one it goes on.
+"""The checkpoints of a run and its model file: when and where they are written, and which one is read.
 
     RUN/checkpoints/step_00000200/index.json ...      the state after 200 steps
 
@@ -25,7 +25,7 @@ from ...stages.files import refusing
 from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.tensor_file import in_order, write_tensors
 from ...stages.worker import Worker
-from ..checkpoint import INDEX, Checkpoint, Saving, load
+from ..checkpoint import INDEX, Checkpoint, Saving
 from ..pipeline import Pipeline
 from ..runtime.report import Report
 from .run_folder import RunFolder, step_of
@@ -161,17 +161,13 @@ def export(
         checkpoint.model_file(path)
         return checkpoint, path
 
-    return _first(_candidates(source, str(source)), written, tell)
+    return first_whole(find(source, str(source)), written, tell)
 
 
-def find(source: Path) -> list[Path]:
+def find(source: Path, typed: str) -> list[Path]:
     """The checkpoints that ``source`` names, the newest first: one, or those of a run.
 
     Raises: ConfigError: there is none."""
-    return _candidates(source, f"resume={source}")
-
-
-def _candidates(source: Path, typed: str) -> list[Path]:
     if (source / INDEX).exists():
         return [source]
     if found := RunFolder(path=source).whole_checkpoints():
@@ -182,22 +178,10 @@ def _candidates(source: Path, typed: str) -> list[Path]:
     )
 
 
-def newest(source: Path, tell: Callable[[str], None]) -> Checkpoint:
-    """The newest of those that ``source`` names whose index holds.
+def first_whole(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str], None]) -> Any:
+    """Read the first of some checkpoints that is not damaged, and say which were.
 
-    Raises: ConfigError, CheckpointError: there is none."""
-    return _first(find(source), Checkpoint, tell)
-
-
-def resume(pipe: Pipeline, source: Path, tell: Callable[[str], None]) -> tuple[Path, Mapping[str, Any]]:
-    """Load the newest checkpoint that ``source`` names and that is whole; collective.
-
-    Returns: its folder and its notes.
-    Raises:  ConfigError: there is none. CheckpointError: all are damaged. PlanError: it does not suit."""
-    return _first(find(source), lambda folder: (folder, load(pipe, folder)), tell)
-
-
-def _first(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str], None]) -> Any:
+    Raises: CheckpointError: all are."""
     for left, folder in enumerate(folders, start=1 - len(folders)):
         try:
             return read(folder)

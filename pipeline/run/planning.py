@@ -1,6 +1,4 @@
-"""The length of a run: its batches, and how many steps and updates they make.
-
-Every rank follows it by itself, so it comes from the options and the data alone."""
+"""From options to a plan: the length of a run, which every rank counts by itself, and what is measured of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that a signal asks to stop: behind the same step on all ranks it writes a checkpoint, and ends."""
+"""The loop of a run on one rank: which batches it takes, its steps and tests, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
     return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
 
 
-def check(config: TrainConfig, samples: Samples) -> None:
+def check_cache(config: TrainConfig, samples: Samples) -> None:
     """Refuse now samples that cannot be cached, where that is asked for.
 
     Raises: ConfigError: they have no numbers, or do not tell how they are read."""
