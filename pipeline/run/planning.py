@@ -1,4 +1,4 @@
-"""From options to a plan: the length of a run, which every rank counts by itself, and what is measured of it."""
+"""From options to a plan: the length of a run, which every rank counts by itself, and what is measured."""
 
 from __future__ import annotations
 
