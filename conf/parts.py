@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO
-from .rules import at_least, count_or_auto, one_of
+
+
+def shown(names: list[str]) -> str:
+    """Return the list as it is typed on the command line."""
+    return f"[{','.join(names)}]"
+
+
+def one_of(known: Sequence[str], name: str, value: str) -> None:
+    """Refuse a name that is not known."""
+    if value not in known:
+        raise ConfigError(f"{name}={value} is not known; known are {', '.join(known)}")
+
+
+def count_or_auto(name: str, value: Any) -> None:
+    """Refuse what is neither "auto" nor a count from 0."""
+    if value != "auto" and (type(value) is not int or value < 0):
+        raise ConfigError(f"{name}={value} must be auto, or 0 or more")
+
+
+def at_least(least: int, name: str, value: int | None) -> None:
+    """Refuse a count below its least; None is no count."""
+    if value is not None and value < least:
+        raise ConfigError(f"{name}={value} must be {least} or more")
+
 
 EVEN, MEASURED = SHARES = ("even", "measured")  # of replicas, beside weights
 
@@ -143,24 +167,6 @@ class ReplicasConfig:
                 f"replicas.shares={self.shares} must be {', '.join(SHARES)}, or whole numbers from 0, one "
                 "for each rank, as [3,1]"
             )
-        if self.idle and not self.auto:
-            raise ConfigError(
-                f"replicas.idle=true leaves out ranks that do not help, and replicas.count={self.count} says "
-                "how many have work; take replicas.count=auto, or drop it"
-            )
-        if self.auto and weights:
-            raise ConfigError(
-                f"replicas.shares={self.shares} has a weight for each rank of known replicas, found "
-                "replicas.count=auto; give a number for each stage, or take replicas.shares=measured"
-            )
-        if self.auto:
-            return
-        listed = isinstance(self.count, list) and self.count != []
-        for one in self.count if listed else [self.count]:
-            if type(one) is not int or one < 1:
-                raise ConfigError(
-                    f"replicas.count={self.count} must be a number from 1, a list of such, as [2,1], or auto"
-                )
 
     @property
     def auto(self) -> bool:
@@ -185,27 +191,6 @@ class ReplicasConfig:
         if self.auto:
             return 1
         return len(self.count) if isinstance(self.count, list) else max(1, ranks // self.count)
-
-    def check(self, *, num_stages: int, ranks: int) -> None:
-        """Refuse counts that do not suit the stages and ranks."""
-        counts = self.of_stages(num_stages)
-        if self.auto:
-            if ranks < num_stages:
-                raise ConfigError(
-                    f"with replicas every stage has a rank of its own, found ranks={ranks} for {num_stages} "
-                    f"stages; raise ranks to {num_stages}, or lower stages"
-                )
-            return
-        if len(counts) != num_stages:
-            raise ConfigError(
-                f"replicas.count={counts} has a number for each of {len(counts)} stages, found {num_stages} "
-                "stages; give as many numbers"
-            )
-        if ranks != sum(counts):
-            raise ConfigError(
-                f"every replica of a stage has a rank of its own, found ranks={ranks} for "
-                f"replicas.count={self.count} of {num_stages} stages; take ranks={sum(counts)}"
-            )
 
     def check_threads(self, *, ranks: int, max_restarts: int) -> None:
         """Refuse what threads of one process cannot be."""

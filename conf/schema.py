@@ -12,8 +12,17 @@ from typing import Any
 
 from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
-from .parts import CacheConfig, CheckpointConfig, ClipConfig, MemoryConfig, ReplicasConfig
-from .rules import at_least, count_or_auto, one_of, shown
+from .parts import (
+    CacheConfig,
+    CheckpointConfig,
+    ClipConfig,
+    MemoryConfig,
+    ReplicasConfig,
+    at_least,
+    count_or_auto,
+    one_of,
+    shown,
+)
 
 CASTS = ("bfloat16", "float16")
 
@@ -96,7 +105,6 @@ class PlanConfig:
             raise ConfigError(
                 f"program={self.program} is for schedule=custom, found schedule={self.schedule}; drop either"
             )
-        self._check_stages()
 
     @property
     def num_stages(self) -> int:
@@ -112,22 +120,6 @@ class PlanConfig:
     @property
     def _stages_a_rank(self) -> int:
         return 2 if self.schedule in TWO_A_RANK else 1
-
-    def _check_stages(self) -> None:
-        if self.cuts is not None and self.stages not in (None, self.num_stages):
-            raise ConfigError(
-                f"stages={self.stages} contradicts cuts={shown(self.cuts)}, which make {self.num_stages};"
-                " leave out one of them"
-            )
-        if self.replicas.several:
-            if self._stages_a_rank == 1:  # else the schedule says how many ranks suit
-                self.replicas.check(num_stages=self.num_stages, ranks=self.ranks)
-        elif self.ranks > self.num_stages:
-            asked = f"stages={self.stages}" if self.cuts is None else f"cuts={shown(self.cuts)}"
-            raise ConfigError(
-                f"ranks={self.ranks} is more than the {self.num_stages} stages of {asked}, and a rank needs"
-                f" one at least; lower ranks to {self.num_stages}, or ask for more stages"
-            )
 
 
 @dataclass
@@ -247,3 +239,28 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"{alone}, and clip.norm={self.clip.norm} needs one; add clip.scope=stage")
         if scale == "dynamic":
             raise ConfigError(f"{alone}, and loss_scale=dynamic needs one; give a number: loss_scale=1024")
+
+
+@dataclass
+class PlanningMemoryConfig(MemoryConfig):
+    """Limits of memory, the tiers of what waits, and whether to list what fills it.
+
+    Attributes:
+        table: print what every layer saves for its backward, and write all of it to memory.csv
+    """
+
+    table: bool = False
+
+
+@dataclass
+class PlanningConfig(PlanConfig):
+    """The options of ``penstock plan``: those of a plan, and these.
+
+    Attributes:
+        graph: draw which layer depends on which data, to graph.png, and write it to graph.json
+    """
+
+    graph: bool = False
+    memory: PlanningMemoryConfig = field(  # pyright: ignore[reportIncompatibleVariableOverride] more of it
+        default_factory=PlanningMemoryConfig
+    )

@@ -1,85 +1,114 @@
-"""One Hydra application: composes the options first, so that a refusal is one sentence, then lets Hydra run.
+"""One command of ``penstock`` by its options: Hydra composes them, rules are asked, a job of Hydra runs.
 
-Hydra tells a wrong option in several lines and an exception of the task as a traceback; here both become a
-``PenstockError`` that names what was typed."""
+``hydra.main`` would make the run folder before anything is checked, and print what is wrong in several lines.
+So its parts are called here: composition, then our checks, then a job or a sweep."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import copy
 import dataclasses
-import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import hydra
+from hydra import version
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
+from hydra.conf import HydraConf
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobStatus, run_job
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ..compression.errors import ConfigError, PenstockError
 from ..conf.schema import AGAIN
 from ..pipeline.run import console
 from ..pipeline.run.run_folder import RunFolder
-from . import flags, overrides, stopping
+from . import stopping
 from .command import REFUSED, unloadable
+from .command_line import names, nearest, parse, unknown_option
 
-CONFIGURATION = "penstock.conf"
+UNKNOWN = (ConfigAttributeError, ConfigKeyError)
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 Task = Callable[[Any, RunFolder, Sequence[str]], None]
 Check = Callable[[Any, Sequence[str]], object]
 
 
-def run(
-    name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], early: Check, command: str = ""
-) -> int:
-    """Compose the options of command ``name`` and call ``task(options, run folder, what was typed)``.
+def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], early: Check) -> int:
+    """Compose the options of command ``name`` and call ``task(options, run folder, options as typed)``.
 
-    Args:    schema: the dataclass in ``conf/``; arguments: ``KEY=VALUE``, and Hydra's own flags.
-             early: is called before ``task`` with the options and what was typed, to refuse what needs
-             neither a model nor torch. command: as it is typed, where that is not ``name``.
-    Returns: the exit code; with --multirun a run that is refused does not keep the others from running.
-    Raises:  ConfigError: an option is unknown or does not fit.
+    Args:
+        schema: Dataclass of the options, in ``conf/``.
+        arguments: ``KEY=VALUE``, and Hydra's own flags.
+        early: Called with the options and as they were typed, to refuse what needs neither a model nor torch;
+            with --multirun for every run before the first begins.
+
+    Returns:
+        The exit code; with --multirun a run that fails does not keep the others from running.
+
+    Raises:
+        ConfigError: An option is unknown or does not fit.
     """
-    command = command or name
-    typed = _read(name, schema, command, arguments)
-    asked = shlex.join(["penstock", *command.split(), *arguments])
-    arguments = overrides.with_own_groups(arguments)
-    sweep = None if flags.ELSEWHERE & typed.flags.keys() else _try(name, schema, typed, early)
-    codes, before = [0], sys.argv
+    typed, codes = parse(name, arguments, schema), [0]
 
-    @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGURATION}", config_name=name)
-    def application(config: DictConfig) -> None:
-        folder = RunFolder(path=Path(HydraConfig.get().runtime.output_dir))
-        options = list(HydraConfig.get().overrides.task)
+    def call(options: Any) -> None:
+        job = HydraConfig.get()
+        folder = RunFolder(path=Path(job.runtime.output_dir))
         try:
-            with folder.claim(resumes=_resumes(config)) as missing:
-                if missing:
-                    console.warn(missing)
-                made = checked(config, schema)
-                early(made, options)
-                task(made, folder, options)
-        except PenstockError as error:
-            console.refuse(error)
-            codes.append(REFUSED)
-        except ImportError as error:
-            console.refuse(unloadable(error))
-            codes.append(REFUSED)
+            task(options, folder, list(job.overrides.task))
         except KeyboardInterrupt as stop:
-            stop.add_note(stopping.kept(folder, command=asked))
+            stop.add_note(stopping.kept(folder, command=shlex.join(["penstock", name, *arguments])))
             raise
 
-    sys.argv = [f"penstock {command}", *arguments]
-    try:
-        with sweep.claim() if sweep else contextlib.nullcontext():
-            application()
-    finally:
-        sys.argv = before
-    return max(codes)
+    def call_one_of_several(config: DictConfig) -> None:
+        try:
+            options = checked(config, schema)
+            early(options, list(HydraConfig.get().overrides.task))
+            with _claim(HydraConfig.get().runtime.output_dir, options):
+                call(options)
+        except (PenstockError, ImportError) as error:
+            console.refuse(unloadable(error) if isinstance(error, ImportError) else error)
+            codes.append(REFUSED)
+
+    with _hydra(name, typed, schema) as hydra:
+        if _answer(hydra, typed, schema):
+            return 0
+        # 1. compose and check every run
+        runs = [(_compose(hydra, typed, schema, given), given) for given in _runs(typed)]
+        all_options = [checked(config, schema) for config, _ in runs]
+        for options, (_, given) in zip(all_options, runs, strict=True):
+            early(options, given)
+        # 2. a sweep: Hydra composes each run anew, and calls it
+        (config, _), options = runs[0], all_options[0]
+        if typed.multirun:
+            with RunFolder(path=Path(config.hydra.sweep.dir)).claim():
+                hydra.multirun(typed.config_name, call_one_of_several, typed.overrides)
+            return max(codes)
+        # 3. or one job
+        callbacks = Callbacks(config)
+        callbacks.on_run_start(config=config, config_name=typed.config_name)
+        with _claim(config.hydra.run.dir, options):
+            context = HydraContext(config_loader=hydra.config_loader, callbacks=callbacks)
+            job = run_job(lambda _: call(options), config, "hydra.run.dir", None, context)
+        callbacks.on_run_end(config=config, config_name=typed.config_name, job_return=job)
+        if job.status == JobStatus.FAILED:
+            raise job._return_value
+    return 0
 
 
 def options(
@@ -87,131 +116,201 @@ def options(
 ) -> tuple[Any, RunFolder] | None:
     """Compose the options of command ``name`` and leave its run folder alone: another process claims it.
 
-    Args:    as those of ``run``.
-    Returns: the options, and the folder as this process would name it; None where a flag asks for no run.
-    Raises:  ConfigError: an option is unknown or does not fit.
+    Returns:
+        The options, and the folder as this process would name it; None where a flag asks for no run.
+
+    Raises:
+        ConfigError: An option is unknown or does not fit.
     """
-    typed = _read(name, schema, name, arguments)
-    if {"--cfg", *flags.ELSEWHERE} & typed.flags.keys():
+    typed = parse(name, arguments, schema)
+    if _asked_of_hydra(typed):
         return None
-    with _composing(name, typed) as composed:
-        config, folder = _without_hydra(composed(typed.options))
-    made = checked(config, schema)
-    early(made, typed.options)
-    return made, folder
-
-
-def _read(name: str, schema: type[Any], command: str, arguments: Sequence[str]) -> flags.Typed:
-    """Tell flags from options, and get Hydra ready to compose them."""
-    typed = flags.read(command, arguments, schema)
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
-    try:
-        here = os.getcwd()
-    except FileNotFoundError as error:
-        raise ConfigError("a run needs a working folder, and this one was removed; go to another") from error
-    if here not in sys.path:
-        sys.path.append(here)  # where model._target_=my.Net usually lies
-    return dataclasses.replace(typed, options=overrides.with_own_groups(typed.options))
-
-
-def _without_hydra(config: DictConfig) -> tuple[DictConfig, RunFolder]:
-    """Part a composed configuration into the options of the command and the run folder."""
-    folder = RunFolder(path=Path(config.hydra.run.dir))
-    with open_dict(config):
-        del config["hydra"]
-    return config, folder
+    with _hydra(name, typed, schema) as hydra:
+        config = _compose(hydra, typed, schema, typed.overrides)
+        composed = checked(config, schema)
+    early(composed, typed.overrides)
+    return composed, RunFolder(path=Path(config.hydra.run.dir))
 
 
 def checked(config: DictConfig, schema: type[Any]) -> Any:
     """Return the options as an object of ``schema``, every rule of which has been checked.
 
-    Raises: ConfigError: a rule is broken, a value is missing, or an interpolation leads nowhere.
+    Raises:
+        ConfigError: A rule is broken, a value is missing, or an interpolation leads nowhere.
     """
+    if "hydra" in config:
+        config = copy.deepcopy(config)
+        with open_dict(config):
+            del config["hydra"]
     try:
         if OmegaConf.get_type(config) is not schema:  # a configuration of one's own, without our schema
             config = OmegaConf.merge(OmegaConf.structured(schema), config)  # pyright: ignore[reportAssignmentType]
         if missing := sorted(OmegaConf.missing_keys(config)):
             raise ConfigError(f"{missing[0]}= must be given; add {missing[0]}=VALUE")
-        made = OmegaConf.to_object(config)
+        composed = OmegaConf.to_object(config)
     except ConfigKeyError as error:
         known = [field.name for field in dataclasses.fields(error.object_type or schema)]
-        raise ConfigError(overrides.unknown(str(error.full_key), known)) from error
+        raise ConfigError(unknown_option(str(error.full_key), known, schema)) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key or 'an option'} cannot be resolved: {reason}") from error
-    assert isinstance(made, schema)
-    _check_names(made)
-    return made
+    _check_names(composed, schema)
+    return composed
 
 
-def _check_names(made: Any, prefix: str = "") -> None:
+def _check_names(composed: Any, schema: type[Any], prefix: str = "") -> None:
     """Refuse what ``+KEY=VALUE`` added to the schema, which no part of a run would look at."""
-    known = [field.name for field in dataclasses.fields(made)]
-    for name, value in vars(made).items():
+    known = [field.name for field in dataclasses.fields(composed)]
+    for name, value in vars(composed).items():
         if name not in known:
             typed = "" if isinstance(value, dict) else f"{prefix}{name}={value}: "
-            listed = [f"{prefix}{one}" for one in known if one not in overrides.NOT_TYPED]
-            raise ConfigError(typed + overrides.unknown(f"{prefix}{name}", listed))
+            raise ConfigError(typed + unknown_option(f"{prefix}{name}", known, schema))
         if dataclasses.is_dataclass(value):
-            _check_names(value, prefix=f"{prefix}{name}.")
-
-
-def _try(name: str, schema: type[Any], typed: flags.Typed, early: Check) -> RunFolder | None:
-    """Refuse wrong options and an impossible run folder before Hydra makes anything.
-
-    Returns: the folder of all runs of --multirun; None without it.
-    """
-    with _composing(name, typed) as composed:
-        if "--multirun" in typed.flags:
-            for options in overrides.one_by_one(typed.options):
-                composed(options)
-            own = [option for option in typed.options if option.startswith("hydra.")]
-            return RunFolder(path=Path(composed(own).hydra.sweep.dir))
-        config, folder = _without_hydra(composed(typed.options))
-        if any(option.startswith("+hydra.") for option in typed.options):
-            _check_hydra(typed.options, composed([]))
-    if "--cfg" not in typed.flags:
-        early(checked(config, schema), typed.options)
-        with folder.claim(resumes=_resumes(config)):
-            pass  # and is gone again, if this made it
-    return None
-
-
-def _resumes(config: DictConfig) -> bool:
-    """True if the run that did not finish in the same folder may go on."""
-    return OmegaConf.select(config, "resume", default=None) == AGAIN
-
-
-def _check_hydra(options: Sequence[str], known: DictConfig) -> None:
-    """Refuse what ``+hydra.KEY=VALUE`` adds to Hydra's own options, among which there is no such one."""
-    for option in options:
-        key = option.partition("=")[0].lstrip("+")
-        group, _, leaf = key.rpartition(".")
-        if option.startswith("+hydra.") and leaf not in (node := OmegaConf.select(known, group) or {}):
-            raise ConfigError(overrides.unknown(key, [f"{group}.{name}" for name in node]))
+            _check_names(value, schema, prefix=f"{prefix}{name}.")
 
 
 @contextlib.contextmanager
-def _composing(name: str, typed: flags.Typed) -> Iterator[Callable[[list[str]], DictConfig]]:
-    """Composes options as Hydra will, with the flags that say where configurations lie."""
-    name, where = typed.flags.get("--config-name", name), []
-    begin, home = hydra.initialize_config_module, CONFIGURATION
-    if folder := typed.flags.get("--config-dir"):
-        path = Path(folder).absolute()
-        if not path.is_dir():
-            raise ConfigError(f"--config-dir {folder} is no folder; name the one with your configurations")
-        where = [f"hydra.searchpath=[{json.dumps(f'file://{path}')}]"]
-        # A configuration is looked up in the first place only.
-        if (path / f"{name.removesuffix('.yaml')}.yaml").is_file():
-            where = [f"hydra.searchpath=[pkg://{CONFIGURATION}]"]
-            begin, home = hydra.initialize_config_dir, str(path)
+def _claim(path: str, options: Any) -> Iterator[None]:
+    with RunFolder(path=Path(path)).claim(resumes=getattr(options, "resume", None) == AGAIN) as missing:
+        if missing:
+            console.warn(missing)
+        yield
 
-    def composed(options: list[str]) -> DictConfig:
-        try:
-            return hydra.compose(name, overrides=[*where, *options], return_hydra_config=True)
-        except Exception as error:  # Hydra's grammar and composition raise several unrelated kinds
-            raise overrides.refusal(name, where, options, error) from error
 
-    with begin(home, version_base="1.3"):
-        yield composed
+@contextlib.contextmanager
+def _hydra(name: str, typed: argparse.Namespace, schema: type[Any]) -> Iterator[Hydra]:
+    """Hydra as ``hydra.main`` sets it up, which looks for configurations where the flags say."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("a run needs a working folder, and this one was removed; go to another") from error
+    if here not in sys.path:
+        sys.path.append(here)  # where model._target_=my.Net usually is
+    version.setbase("1.3")
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique
+    home = os.path.abspath(typed.config_path) if typed.config_path else "pkg://penstock.conf"
+    places = create_automatic_config_search_path(None, None, home)
+    if typed.config_dir:
+        folder = Path(typed.config_dir).absolute()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"--config-dir {typed.config_dir} is no folder; name the one with your configurations"
+            )
+        places.prepend("command-line", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
+    try:
+        yield Hydra.create_main_hydra2(name, places)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _asked_of_hydra(typed: argparse.Namespace) -> list[str]:
+    """Flags that ask for an answer of Hydra's instead of a run.
+
+    Raises:
+        ConfigError: They do not go together.
+    """
+    if typed.experimental_rerun:
+        raise ConfigError(
+            "--experimental-rerun reads a pickle, which may run anything; type the options of config.yaml"
+        )
+    asked = [flag for flag in ("hydra_help", "shell_completion", "info", "cfg") if getattr(typed, flag)]
+    if len(asked) + typed.multirun > 1:
+        flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in [*asked, "multirun"][: 1 + len(asked)])
+        raise ConfigError(f"a command does one thing at a time, found {flags}; drop all but one")
+    if (typed.package or typed.resolve) and "cfg" not in asked:
+        raise ConfigError("--package and --resolve say what --cfg prints; add --cfg job, or drop them")
+    return asked
+
+
+def _answer(hydra: Hydra, typed: argparse.Namespace, schema: type[Any]) -> bool:
+    """Print what a flag asks for instead of a run; False where none does."""
+    asked, name = _asked_of_hydra(typed), typed.config_name
+    try:
+        if "cfg" in asked:
+            hydra.show_cfg(name, typed.overrides, typed.cfg, typed.package, typed.resolve)
+        if "info" in asked:
+            hydra.show_info(typed.info, name, typed.overrides)
+        if "hydra_help" in asked:
+            hydra.hydra_help(name, get_args_parser(), typed)
+        if "shell_completion" in asked:
+            hydra.shell_completion(name, typed.overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise refusal(name, typed.overrides, error, schema) from error
+    return bool(asked)
+
+
+def _runs(typed: argparse.Namespace) -> list[list[str]]:
+    """Options of every run: of a sweep, one of each list."""
+    if not typed.multirun:
+        return [typed.overrides]
+    try:
+        parsed = OverridesParser.create().parse_overrides(typed.overrides)
+        (runs,) = BasicSweeper.split_arguments(parsed, None)
+    except HydraException:  # refused when it is composed
+        return [typed.overrides]
+    return [list(run) for run in runs]
+
+
+def _compose(hydra: Hydra, typed: argparse.Namespace, schema: type[Any], given: Sequence[str]) -> DictConfig:
+    name, log = typed.config_name, not typed.multirun
+    try:
+        config = hydra.compose_config(name, [*given], RunMode.RUN, with_log_configuration=log)
+    except Exception as error:  # Hydra's grammar and composition raise several unrelated kinds
+        raise refusal(name, given, error, schema) from error
+    known = [one.name for one in dataclasses.fields(HydraConf)]
+    for key in (_key(option) for option in given if option.startswith("+hydra.")):
+        if key.split(".")[1] not in known:
+            raise ConfigError(unknown_option(key, known, schema))
+    if not typed.multirun and config.hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError("hydra.mode=MULTIRUN is one run for each value; type --multirun")
+    HydraConfig.instance().set_config(config)  # for ${hydra:...}
+    return config
+
+
+def refusal(name: str, options: Sequence[str], error: Exception, schema: type[Any]) -> ConfigError:
+    """Return the sentence for what Hydra refused of ``options``, or of configuration ``name``."""
+    first, cause = str(error).splitlines()[0], error.__cause__ or error.__context__ or error
+    full = str(getattr(cause, "full_key", None) or "")
+    if isinstance(error, MissingConfigException):
+        missing, known = str(error.missing_cfg_file), ", ".join(error.options or ())
+        group, _, choice = missing.rpartition("/")
+        if missing == name:
+            return ConfigError(f"--config-name {name}: there is no {name}.yaml; say where by --config-dir")
+        return ConfigError(f"{group}={choice} is not known; {group} is one of {known}")
+    if place := re.match(r"In '([^']+)'", first):
+        reason = _unknown(full, cause, schema) if isinstance(cause, UNKNOWN) else str(cause)
+        return ConfigError(f"{place[1]}.yaml: {' '.join(reason.split())}")
+    override = getattr(error, "override", None) or ""
+    culprits = (one for one in options if one == override or _key(one) == full or one in first)
+    argument = next(culprits, first).removeprefix("++")
+    key, _, value = argument.partition("=")
+    if isinstance(error, OverrideParseException) or not isinstance(error, HydraException):
+        written = re.match(r"(\w[\w.]*)(?::(.*))?$", argument)
+        if written and (close := nearest(written[1], names(schema))):
+            return ConfigError(f"{argument} has no value; write {close}={written[2] or 'VALUE'}")
+        quote = "write KEY=VALUE, and quote a value with spaces, commas or brackets"
+        return ConfigError(f"{argument} cannot be read; {quote}")
+    if "Ambiguous" in first:
+        several = f"write {key}=[...] for a list, or --multirun for one run each"
+        return ConfigError(f"{argument} is several values; {several}")
+    if isinstance(cause, UNKNOWN):
+        sentence = f"{argument}: {_unknown(full, cause, schema)}"
+        return ConfigError(re.sub(r"did you mean (.+)\?$", rf"did you mean \1? write \1={value}", sentence))
+    reason = str(cause).splitlines()[0]
+    if kind := re.search(r"(?:converted to|not a valid) (\w+)", reason):
+        reason = f"{full} takes {KINDS.get(kind[1], kind[1])}, not {value}"
+    elif "not Optional" in reason:
+        reason = f"{full} must have a value"
+    elif "ListConfig" in reason:
+        reason = f"{full} takes a list, for example {full}=[{value}]"
+    return ConfigError(f"{argument} does not fit: {reason}")
+
+
+def _unknown(full: str, cause: Any, schema: type[Any]) -> str:
+    node = cause.parent_node
+    return unknown_option(full, map(str, node) if isinstance(node, DictConfig) else (), schema)
+
+
+def _key(argument: str) -> str:
+    return argument.partition("=")[0].lstrip("+~").partition("@")[0]

@@ -14,8 +14,7 @@ from ..compression.errors import ConfigError
 from ..pipeline.data.cache.wire import PAGE_BYTES, default_socket
 from ..stages.files import reason
 from ..stages.units import parse_bytes, show_bytes
-from . import usage
-from .flags import near
+from .command_line import asks_for_help, nearest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     """Serve, or show, as ``arguments`` say; return the exit code.
 
     Raises: ConfigError: an argument does not fit, a broker is there already, or none is."""
-    if usage.wanted(arguments) or usage.wanted(arguments[1:]):
+    if asks_for_help(arguments) or asks_for_help(arguments[1:]):
         print(HELP)
         return 0
     if not arguments or arguments[0] not in COMMANDS:
@@ -164,7 +163,7 @@ def _read(command: str, words: Sequence[str], defaults: Mapping[str, str]) -> di
     for word in words:
         name, equals, value = word.partition("=")
         if name not in options:
-            meant = near(name, options)
+            meant = nearest(name, options)
             hint = (
                 f"did you mean {meant}=?" if meant else f"known are {', '.join(f'{one}=' for one in options)}"
             )

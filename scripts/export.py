@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..compression.errors import ConfigError
 from ..pipeline.run import console
-from . import usage
+from .command_line import asks_for_help
 
 OUTPUT = "output="
 HELP = """\
@@ -25,13 +25,13 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises: ConfigError: an argument does not fit, there is no checkpoint, or the file is there already.
             CheckpointError: all checkpoints are damaged."""
-    if usage.wanted(arguments):
+    if asks_for_help(arguments):
         print(HELP)
         return 0
     source, output = _read(arguments)
     if output:
         _refuse_existing(output)
-    from ..pipeline.run.checkpoints import export  # what brings torch, which a refusal does not wait for
+    from ..pipeline.run.checkpoints import export
 
     def target(step: int) -> Path:
         path = output or Path(f"model_step_{step}.safetensors")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..conf.planning import PlanningConfig
-from . import usage
+from ..conf.schema import PlanningConfig
+from .command_line import asks_for_help, help_text
 
 if TYPE_CHECKING:
     from ..pipeline.run.run_folder import RunFolder
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str]) -> int:
     """Plan as ``arguments`` say; return the exit code."""
-    if usage.wanted(arguments):
-        print(usage.text("plan", PlanningConfig))
+    if asks_for_help(arguments):
+        print(help_text("plan", PlanningConfig))
         return 0
     from ..pipeline.run import early
     from .application import run

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..compression.errors import ConfigError, PenstockError
 from ..conf.schema import TrainConfig
 from ..pipeline.distributed.launcher import Launched, local_rank
-from . import usage
 from .command import REFUSED
+from .command_line import asks_for_help, help_text
 
 if TYPE_CHECKING:
     from ..pipeline.run.run_folder import RunFolder
@@ -29,9 +29,9 @@ def main(arguments: Sequence[str], **how: Any) -> int:
     Args: how: what else ``pipeline.run.train.train`` takes, such as what starts a rank's process.
     """
     launched = Launched.of_environment()
-    if usage.wanted(arguments):
+    if asks_for_help(arguments):
         if not (launched and launched.rank):
-            print(usage.text("train", TrainConfig))
+            print(help_text("train", TrainConfig))
         return 0
     if launched and launched.rank:
         return _follow(arguments, launched)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are written, where, how many are kept, and from which one it goes on.
+"""The checkpoints of a run and its model file: when and where they are written, and which one is read.
 
     RUN/checkpoints/step_00000200/index.json ...      the state after 200 steps
 
@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ...compression.codec import decode, encode
 from ...compression.errors import CheckpointError, ConfigError, PenstockError, TransportError
 from ...conf.parts import CheckpointConfig
 from ...stages.files import refusing
+from ...stages.memory.evictable_tensor import EvictableTensor
+from ...stages.tensor_file import in_order, write_tensors
 from ...stages.worker import Worker
-from ..checkpoint import INDEX, Checkpoint, Saving, load
+from ..checkpoint import INDEX, Checkpoint, Saving
 from ..pipeline import Pipeline
 from ..runtime.report import Report
 from .run_folder import RunFolder, step_of
@@ -155,17 +161,13 @@ def export(
         checkpoint.model_file(path)
         return checkpoint, path
 
-    return _first(_candidates(source, str(source)), written, tell)
+    return first_whole(find(source, str(source)), written, tell)
 
 
-def find(source: Path) -> list[Path]:
+def find(source: Path, typed: str) -> list[Path]:
     """The checkpoints that ``source`` names, the newest first: one, or those of a run.
 
     Raises: ConfigError: there is none."""
-    return _candidates(source, f"resume={source}")
-
-
-def _candidates(source: Path, typed: str) -> list[Path]:
     if (source / INDEX).exists():
         return [source]
     if found := RunFolder(path=source).whole_checkpoints():
@@ -176,22 +178,10 @@ def _candidates(source: Path, typed: str) -> list[Path]:
     )
 
 
-def newest(source: Path, tell: Callable[[str], None]) -> Checkpoint:
-    """The newest of those that ``source`` names whose index holds.
+def first_whole(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str], None]) -> Any:
+    """Read the first of some checkpoints that is not damaged, and say which were.
 
-    Raises: ConfigError, CheckpointError: there is none."""
-    return _first(find(source), Checkpoint, tell)
-
-
-def resume(pipe: Pipeline, source: Path, tell: Callable[[str], None]) -> tuple[Path, Mapping[str, Any]]:
-    """Load the newest checkpoint that ``source`` names and that is whole; collective.
-
-    Returns: its folder and its notes.
-    Raises:  ConfigError: there is none. CheckpointError: all are damaged. PlanError: it does not suit."""
-    return _first(find(source), lambda folder: (folder, load(pipe, folder)), tell)
-
-
-def _first(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str], None]) -> Any:
+    Raises: CheckpointError: all are."""
     for left, folder in enumerate(folders, start=1 - len(folders)):
         try:
             return read(folder)
@@ -201,3 +191,74 @@ def _first(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str
             said = str(error).removesuffix("; take an earlier checkpoint")
             tell(f"{said}; the checkpoint before is taken")
     raise AssertionError("find returns one at least")
+
+
+def write_model(pipe: Pipeline, path: Path, *, before: Callable[[], object]) -> None:
+    """Write the model's tensors on rank 0 and end ``pipe``; collective.
+
+    Where that fails they go into a folder for temporary files, lest the training was in vain.
+
+    Args:
+        before: Raises where the file is not to be written there.
+
+    Raises:
+        ConfigError: On rank 0: the file system refuses; the sentence says where the weights are instead.
+    """
+    error, aside, lost = _write(pipe, path, before), None, False
+    if pipe.world.broadcast(float(error is not None), 0, at="the weights"):
+        with contextlib.suppress(OSError):
+            aside = Path(tempfile.mkdtemp(prefix="penstock_weights_")) / path.name if pipe.rank == 0 else None
+        lost = _write(pipe, aside or path, lambda: None) is not None
+    pipe.close(keeps_model=False)
+    if lost and aside:
+        aside.parent.rmdir()
+    if error is not None:
+        where = "the trained weights are lost" if lost or not aside else f"the trained weights are in {aside}"
+        raise ConfigError(f"{error}; {where}") from error
+
+
+@contextlib.contextmanager
+def keeping(path: Path) -> Iterator[None]:
+    """Say of whatever cannot be written in the block that the weights were."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error}; the trained weights are in {path}") from error
+
+
+def _write(pipe: Pipeline, path: Path, before: Callable[[], object]) -> ConfigError | None:
+    """Write the file on rank 0, and return the error; every rank hands over all that it has either way."""
+    shapes = {key: pipe.state.expected[key] for key in pipe.state.keys}
+    rest, error, offloaded = iter(in_order(shapes)), None, pipe.update.offloaded()
+
+    def read(name: str) -> Tensor:
+        assert next(rest) == name
+        tensor = _gather(pipe, name, offloaded)
+        assert tensor is not None
+        return tensor
+
+    if pipe.rank == 0:
+        try:
+            before()
+            write_tensors(path, shapes, read=read)
+        except ConfigError as refusal:
+            error = refusal
+    for name in rest:
+        _gather(pipe, name, offloaded)
+    return error
+
+
+def _gather(pipe: Pipeline, key: str, offloaded: Mapping[int, EvictableTensor]) -> Tensor | None:
+    """Return the tensor of a key of the model on rank 0, None elsewhere; collective.
+
+    Args:
+        offloaded: Places of offloaded tensors, by identity.
+    """
+    state, frames = pipe.state, list[Tensor]()
+    first = state.shared.get(key, key)
+    if state.source[first] == pipe.world.rank:
+        tensor = state.held[first]
+        resident = offloaded[id(tensor)].get() if id(tensor) in offloaded else tensor
+        frames.append(encode(resident.detach().cpu(), codec="raw"))
+    gathered = pipe.world.gather(frames, at="the weights")
+    return next((decode(frame) for some in gathered or () for frame in some), None)

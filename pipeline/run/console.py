@@ -18,9 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from ...stages.files import reason
-from . import tables as compare_table
-from .tables import KEY, clock, closing_table, packed, totals
-from .tier_rows import tier_table
+from .tables import KEY, clock, closing_table, notes, packed, schedule_table, tier_table, totals
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
@@ -145,8 +143,8 @@ def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console
 def compared(found: Comparison, *, console: Console | None = None) -> None:
     """Print the schedules side by side, the chosen one marked, and why others were left out."""
     console = console or screen()
-    console.print(compare_table.table(found))
-    _print(console, *compare_table.notes(found))
+    console.print(schedule_table(found))
+    _print(console, *notes(found))
 
 
 def _print(console: Console, *lines: str) -> None:

@@ -10,20 +10,19 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...compression.errors import ConfigError, ScheduleError
+from ...compression.errors import ConfigError, PlanError, ScheduleError
 from ...compression.names import AUTO, check_name
 from ...conf import groups
-from ...conf.parts import EVEN, MEASURED, MemoryConfig
-from ...conf.planning import PlanningConfig
-from ...conf.rules import count_or_auto
-from ...conf.schema import PlanConfig, TrainConfig
+from ...conf.parts import EVEN, MEASURED, MemoryConfig, count_or_auto, shown
+from ...conf.schema import PlanConfig, PlanningConfig, TrainConfig
 from ...stages.plan.plan import Plan, check_tiers
 from ...stages.plan.plan_stage import split_shares
 from ...stages.plan.validation import check_mirror, check_replicas, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
 from ..data.options import check_files
 from ..distributed.launcher import Launched, check_ranks
-from ..schedules import schedule_named
+from ..partition.counts import check_asked, replica_counts, sizes, stage_counts
+from ..schedules import SCHEDULES, schedule_named
 from ..schedules.building_blocks import layout, placed, placement, stages_on
 from ..schedules.custom import load_program
 from ..schedules.replicated import check_divided, dealt
@@ -50,10 +49,11 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
                 raise ConfigError(
                     f"logger={name} needs the package {name}, which is not installed; pip install {name}"
                 )
-    _check_schedule(config, () if given else program(config.program))
-    check_name(config.codec)
+    lines = () if given else program(config.program)
     if given is None:
-        _check_shares(config)
+        _check_counts(config, lines)
+    _check_schedule(config, lines)
+    check_name(config.codec)
     memory = config.memory
     if given is None:  # else every stage has its own
         tiers = {"tier": memory.tier, "weights": memory.weights, "parameters": memory.parameters}
@@ -152,16 +152,32 @@ def _shares_by(plan: Plan, asked: Any) -> Any:
     return [share for _, share in sorted(found)]
 
 
-def _check_shares(config: PlanConfig) -> None:
-    """Refuse shares where nothing is shared, and weights by which nothing can be divided."""
-    asked = config.replicas
+def _check_counts(config: PlanConfig, lines: Sequence[str]) -> None:
+    """Ask the planner's rules of stages, ranks and replicas."""
+    asked, stages, ranks = config.replicas, config.stages, config.ranks
     if asked.shares != EVEN and not asked.several:
         raise ConfigError(
             f"replicas.shares={asked.shares} is for stages on several ranks, found replicas.count=1; give "
             "replicas.count=, or leave it out"
         )
-    if isinstance(asked.shares, list):
-        split_shares(asked.shares, dealt(asked.of_stages(config.num_stages)))
+    shares = asked.shares if isinstance(asked.shares, list) else ()
+    given = None if config.cuts is None else range(len(config.cuts))
+    try:
+        check_asked(asked.count, idle=asked.idle, shares=shares)
+        if asked.auto:
+            stage_counts(stages, given, ranks, most=ranks)
+        elif asked.several:
+            known = {"stages": stages, "ranks": ranks, "given": given, "schedule": config.schedule}
+            counts, _ = replica_counts(asked.count, **known)
+            if shares and layout(config.schedule) == "neighbours":
+                split_shares(shares, dealt(counts))
+        elif config.schedule in SCHEDULES:
+            sizes(stages, ranks, given, config.schedule, lines)
+    except PlanError as error:
+        typed = {"ranks": ranks, "stages": stages, "cuts": config.cuts and shown(config.cuts)}
+        typed |= {"replicas.count": asked.count, "replicas.shares": shares} if asked.count != 1 else {}
+        options = " ".join(f"{name}={value}" for name, value in typed.items() if value not in (None, ()))
+        raise ConfigError(f"{options}: {error}") from error
 
 
 def _check_loading(options: Mapping[str, Any]) -> None:

@@ -4,26 +4,24 @@ The numbers of ``metrics.jsonl``, ``summary.json`` and the closing table come fr
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import copy
 import json
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compression.errors import ConfigError
-from ...stages.files import reason, refusing, remedy
-from ..runtime.report import Report, bubble
+from ...stages.memory.byte_budget import NAMES
+from ..runtime.report import Report, StageReport, bubble
 from ..schedules.replicated import predicted_bytes
-from .tier_rows import OF_TIERS, predicted_peaks, tier_rows
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
+    from ...stages.plan.plan_stage import PlanStage
 
 DIRECTIONS = ("forward", "backward")
+OF_TIERS = tuple(f"{tier}_tier" for tier in NAMES)
 SENT = {f"bytes_{kind}_{way}": f"{way}_{kind}" for kind in ("raw", "sent") for way in DIRECTIONS}
 SAVED = {"bytes_saved_raw": "saved_raw", "bytes_saved_kept": "saved_kept"}
 SECONDS = {
@@ -35,71 +33,6 @@ MOST = (
     *OF_TIERS,
 )  # fmt: skip
 OF_ALL_STAGES = ("num_steps", "num_samples", "seconds", "loss")
-
-
-class Metrics:
-    """The growing ``metrics.jsonl`` and the totals of the run so far; without a path, only the totals.
-
-    A disk that fills up ends no training: lines wait until they can be written, and ``tell`` is called with a
-    sentence when that begins, and at the end if some still wait."""
-
-    def __init__(
-        self, path: Path | None, *, num_stages: int, tell: Callable[[str], None] = print, first: int = 0
-    ) -> None:
-        """Begin at step ``first``: lines of earlier steps stay, later ones are cut off."""
-        self.totals = Totals(num_stages=num_stages)
-        self._path, self._tell = path or Path(os.devnull), tell
-        self._waiting: collections.deque[bytes] = collections.deque()
-        self._told = False
-        self._size = 0  # of the whole lines
-        with refusing(self._path):
-            kept = _lines_before(first, self._path) if first and path else b""
-            self._file = self._path.open("r+b" if kept else "wb", buffering=0)
-            self._size = len(kept)
-            if kept:
-                self._file.truncate(self._size)
-                self._file.seek(self._size)
-
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._waiting:
-            self._write()
-        lost = f"the last {len(self._waiting)}" if self._waiting else ""
-        try:
-            self._file.close()
-        except OSError as error:  # a disk over the network may say only now that it is full
-            lost = lost or f"some ({reason(error)})"
-        if lost:
-            self._tell(f"{self._path} lacks {lost} of {self.totals.num_steps} steps")
-
-    def add(self, report: Report) -> None:
-        """Write one step's line at once, so that a killed run keeps its history."""
-        self.totals.add(report)
-        self._waiting.append(f"{json.dumps(step_line(report), allow_nan=False)}\n".encode())
-        self._write()
-
-    def _write(self) -> None:
-        try:
-            while self._waiting:
-                self._size += self._append(self._waiting[0])
-                self._waiting.popleft()
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(self._size)  # no half line
-                self._file.seek(self._size)
-            if not self._told:
-                self._tell(
-                    f"{self._path} cannot be written ({reason(error)}); training goes on, {remedy(error)}"
-                )
-                self._told = True
-
-    def _append(self, line: bytes) -> int:
-        written = 0
-        while written < len(line):
-            written += self._file.write(line[written:])
-        return written
 
 
 class Totals:
@@ -154,21 +87,8 @@ class Totals:
         return bubble(self.busy[rank], self.steady) if rank < len(self.busy) else 0.0
 
 
-def _lines_before(first: int, path: Path) -> bytes:
-    """Read the lines of the steps before ``first``."""
-    kept = b""
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            if not line.endswith(b"\n") or json.loads(line)["step"] >= first:
-                break
-        except (ValueError, KeyError, TypeError):
-            break
-        kept += line
-    return kept
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read what ``Metrics`` wrote; the last line of a run that was killed may be half there, and is left out.
+    """Read ``metrics.jsonl``; the last line of a run that was killed may be half there, and is left out.
 
     Raises: ConfigError: a line is damaged. OSError: the file cannot be read.
     """
@@ -237,3 +157,52 @@ def ratio(raw: float, sent: float) -> float | None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def predicted_peaks(first: StageReport) -> dict[str, int]:
+    """The most bytes of each tier in every later step, from the first one: what its end left there is on top
+    of what it had."""
+    found = {tier: getattr(first, f"{tier}_tier") for tier in NAMES}
+    return found | {"device": found["device"] + first.grew_bytes}
+
+
+def tier_rows(
+    totals: Sequence[Mapping[str, Any]],
+    predicted: Sequence[Mapping[str, int]],
+    ranks: Sequence[int],
+    plan: Plan,
+) -> list[dict[str, Any]]:
+    """A row for each tier of each rank that held anything.
+
+    Args:    totals: of every stage; predicted: of its rank; ranks: of every stage, where it ran."""
+    rows = []
+    for rank in sorted(set(ranks)):
+        ours = [number for number, other in enumerate(ranks) if other == rank]
+        first = totals[ours[0]]
+        for tier in NAMES:
+            if not first[f"{tier}_tier"]:
+                continue
+            row: dict[str, Any] = {"rank": rank, "tier": tier}
+            row["predicted_peak_bytes"] = predicted[ours[0]][tier] if predicted else None
+            row["peak_bytes"] = first[f"{tier}_tier"]
+            moved = [n for n in ours if plan.stages[n].tier == tier != "device"]
+            row["bytes_raw"] = sum(totals[n]["bytes_saved_raw"] for n in moved)
+            row["bytes_kept"] = sum(totals[n]["bytes_saved_kept"] for n in moved)
+            waited = [n for n in ours if _waits_for(plan.stages[n]) == tier != "device"]
+            row["exposed_seconds"] = sum(totals[n]["exposed_seconds"] for n in waited)
+            row["held_up_seconds"] = first["held_up_seconds"] if tier == "device" else 0.0
+            row["budget_bytes"] = _budget(plan, rank, ranks) if tier == "device" else None
+            rows.append(row)
+    return rows
+
+
+def _waits_for(stage: PlanStage) -> str:
+    """Tier whose waits are shown for a stage: that of its parameters, which is slower to come."""
+    return stage.tier if stage.parameters_tier == "device" else stage.parameters_tier
+
+
+def _budget(plan: Plan, rank: int, ranks: Sequence[int]) -> int | None:
+    """Byte budget of a process; one that runs all ranks has the memory of all."""
+    if plan.memory is None:
+        return None
+    return plan.memory * len({plan.owner(s) for s, other in enumerate(ranks) if other == rank})

@@ -1,6 +1,4 @@
-"""The length of a run: its batches, and how many steps and updates they make.
-
-Every rank follows it by itself, so it comes from the options and the data alone."""
+"""From options to a plan: the length of a run, which every rank counts by itself, and what is measured."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
 from ...conf.parts import MEASURED
-from ...conf.planning import PlanningConfig
-from ...conf.schema import PlanConfig, TrainConfig
+from ...conf.schema import PlanConfig, PlanningConfig, TrainConfig
 from ...stages.files import save_json
 from ...stages.memory.disk import DiskOptions, disk_rate
 from ...stages.plan.plan import Plan

@@ -14,7 +14,7 @@ from ...stages.plan.plan import Plan
 from ..distributed.failure import Lost
 from ..schedules.replicated import without
 from . import console
-from .metrics import Metrics
+from .logs import JsonLog
 from .resume import resolve
 from .run_folder import RunFolder, step_of
 
@@ -81,7 +81,7 @@ def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:
     else:
         config.resume = before
         where = f"begins as the run did, with {before}" if before else "begins anew: there is no checkpoint"
-    with Metrics(folder.metrics, num_stages=1, first=step):  # cut off what is done again
+    with JsonLog(folder.metrics, tell=console.warn, first=step):  # cut off what is done again
         return where
 
 

@@ -13,12 +13,12 @@ import torch
 
 from ...compression.codec import LOSSY_CODECS
 from ...compression.errors import CheckpointError, ConfigError
-from ...conf.rules import shown
+from ...conf.parts import shown
 from ...conf.schema import AGAIN, TrainConfig
 from ...stages.plan.plan import Plan
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, load
 from ..pipeline import Pipeline
-from .checkpoints import find, newest, resume
+from .checkpoints import find, first_whole
 from .console import Training
 from .metrics import read_lines
 from .run_folder import RunFolder
@@ -92,15 +92,11 @@ def resolve(
         return None
     own = config.resume == AGAIN
     source = folder.path if own else Path(config.resume)
-    try:
-        find(source)
-    except ConfigError:
-        if not own:
-            raise
+    if own and not folder.whole_checkpoints():
         config.resume = None  # a run that did not come to its first checkpoint, or none at all
         return None
     try:
-        checkpoint = newest(source, tell)
+        checkpoint = first_whole(find(source, f"resume={source}"), Checkpoint, tell)
     except CheckpointError as error:
         raise ConfigError(f"resume={config.resume}: {error}") from error
     if threads is None:
@@ -166,7 +162,8 @@ def take_over(
     Returns: its notes, and what ``summary.json`` says of it; nothing of both without a source."""
     if source is None:
         return {}, None
-    folder, notes = resume(pipe, Path(source), progress.note)
+    folders = find(Path(source), f"resume={source}")
+    folder, notes = first_whole(folders, lambda folder: (folder, load(pipe, folder)), progress.note)
     step, last = pipe.num_steps, -1
     with contextlib.suppress(OSError, ConfigError, IndexError):
         last = read_lines(metrics)[-1]["step"]

@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import platform
+import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from ... import __version__
 from ...compression.errors import ConfigError, PenstockError
 from ...conf.schema import PlanConfig, TrainConfig
-from ...stages.files import refusing, remove_parts, writing
+from ...stages.files import reason, refusing, remove_parts, writing
 from ..distributed.launcher import private_folder
-from .lock import held
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
+
+
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+_HOLDER = re.compile(rb"pid \d+ on [\w.-]+")
 
 
 class _File:
@@ -72,15 +79,46 @@ class RunFolder:
         Raises:  ConfigError: it holds a finished run or checkpoints, another run works in it, or it cannot
                  be written.
         """
-        with contextlib.ExitStack() as claimed:
+        with refusing(self.path):
+            lock, missing = self._acquire()
+        mark = self.mark()
+        try:
+            self._refuse_kept(resumes=resumes)
             with refusing(self.path):
-                missing = claimed.enter_context(held(self.lock))
-                self._refuse_finished()
-                if not resumes:
-                    self._refuse_kept()
                 self._remove_parts()
-            claimed.callback(self._leave, self.mark())
             yield missing
+        finally:
+            with contextlib.suppress(OSError, ConfigError):
+                self.check(mark)  # else these are another run's
+                self._remove_parts()
+                self.lock.unlink()  # while it is held: who opened it before sees that it is gone
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+            lock.release()
+
+    def _acquire(self) -> tuple[FileLock, str | None]:
+        """Hold the lock, which ends with its process; return what ``claim`` does, too."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock, missing = FileLock(self.lock, timeout=0.2, poll_interval=0.02, fallback_to_soft=False), None
+        try:
+            lock.acquire()
+        except Timeout:
+            named = _HOLDER.match(self.lock.read_bytes()[:400])  # anybody may have written into it
+            holder = f", {named[0].decode()}" if named else ""
+            raise ConfigError(
+                f"hydra.run.dir={self.path} is in use by another run{holder}; wait until it ends, or choose "
+                "another folder"
+            ) from None
+        except FileNotFoundError:
+            return self._acquire()  # another holder ended, and removed the folder, since it was made
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            place = f"{self.path} is on a file system without locks ({reason(error)})"
+            missing = f"{place}; let no other run write into it"
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without the name of its holder
+            self.lock.write_text(f"pid {os.getpid()} on {socket.gethostname()}")
+        return lock, missing
 
     def begin(self, tell: Callable[[str], None], *, resumes: bool = False) -> None:
         """Remove what an unfinished run left and this one would not write over at once.
@@ -170,13 +208,13 @@ class RunFolder:
         """Return what rank 0 left of a finished run."""
         return json.loads(self.summary.read_text())
 
-    def _refuse_finished(self) -> None:
+    def _refuse_kept(self, *, resumes: bool) -> None:
         if self.summary.exists():
             raise ConfigError(
                 f"hydra.run.dir={self.path} already holds a finished run; choose another folder or remove it"
             )
-
-    def _refuse_kept(self) -> None:
+        if resumes:
+            return
         if self.whole_checkpoints():
             raise ConfigError(
                 f"hydra.run.dir={self.path} holds checkpoints of a run that did not finish; go on with it by "
@@ -193,11 +231,6 @@ class RunFolder:
             self.errors.mkdir(exist_ok=True)
             with writing(self.errors / left.name) as part:
                 part.write_bytes(left.read_bytes())
-
-    def _leave(self, mark: os.stat_result) -> None:
-        with contextlib.suppress(OSError, ConfigError):
-            self.check(mark)  # else these are another run's
-            self._remove_parts()
 
     def _remove_parts(self) -> None:
         for folder in (self.path, self.errors, *self.checkpoints.glob("*")):

@@ -1,17 +1,20 @@
-"""Table at the end of a run: a row for each stage, and the lines below."""
+"""Tables for people, by rich: the end of a run, its tiers of memory, and the schedules side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from ...compression.names import show_codec
+from ...stages.memory.byte_budget import NAMES
 from ...stages.units import show_bytes, show_seconds
-from .metrics import ratio
+from .metrics import predicted_peaks, ratio
 
 if TYPE_CHECKING:
+    from ...stages.plan.plan import Plan
+    from ..runtime.report import Report
     from .schedule_comparison import Comparison
 
 
@@ -22,47 +25,95 @@ KEY = (
 )
 
 
+def table(
+    names: Iterable[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = (), **how: Any
+) -> Table:
+    """Return a table without lines, numbers flush right and the columns ``left`` flush left."""
+    drawn = Table(box=None, pad_edge=False, header_style="bold", **how)
+    for name in names:
+        drawn.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
+
+
 def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
     """Return one row per stage: how long it computed, what it kept, what it sent each way.
 
     The stages of a rank share its bubble and its memory, told with the first of them.
 
-    Args: wide: also say how much that was before packing.
+    Args:
+        wide: Also say how much that was before packing.
     """
-    on_gpus = any(stage.get("device_bytes") for stage in summary["stages"])
+    stages = summary["stages"]
+    on_gpus = any(stage.get("device_bytes") for stage in stages)
     wide = wide and not on_gpus  # whose column takes the room
     sent = packed if wide else lambda *both: packed(*both).rpartition("-> ")[2]
-    table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="bold")
-    for name in ("stage", "rank", "compute", "bubble", "counted", "resident"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("activations", "gradients"):
-        table.add_column(f"{name} {'raw -> ' * wide}sent", justify="right", no_wrap=True)
-    if on_gpus:
-        table.add_column("GPU", justify="right", no_wrap=True)
-    told: set[int] = set()
-    for stage in summary["stages"]:
-        first = stage["rank"] not in told
-        told.add(stage["rank"])
-        table.add_row(
-            str(stage["stage"]),
-            str(stage["rank"]),
-            f"{stage['compute_seconds']:.1f} s",
-            f"{stage['bubble']:.0%}" if first else "",
-            show_bytes(stage["peak_bytes"]) if stage["peak_bytes"] else "-",
-            (show_bytes(stage["resident_bytes"]) if stage["resident_bytes"] else "-") if first else "",
-            sent(stage["bytes_raw_forward"], stage["bytes_sent_forward"]),
-            sent(stage["bytes_raw_backward"], stage["bytes_sent_backward"]),
-            *([show_bytes(stage["device_bytes"])] if on_gpus else []),
+    ways = [f"{name} {'raw -> ' * wide}sent" for name in ("activations", "gradients")]
+    names = ("stage", "rank", "compute", "bubble", "counted", "resident", *ways, *["GPU"] * on_gpus)
+    rows = []
+    for number, stage in enumerate(stages):
+        first = stage["rank"] not in [other["rank"] for other in stages[:number]]
+        row = [str(stage["stage"]), str(stage["rank"]), f"{stage['compute_seconds']:.1f} s"]
+        row += [f"{stage['bubble']:.0%}" if first else "", _bytes(stage["peak_bytes"] or None)]
+        row += [_bytes(stage["resident_bytes"] or None) if first else ""]
+        row += [
+            sent(stage[f"bytes_raw_{way}"], stage[f"bytes_sent_{way}"]) for way in ("forward", "backward")
+        ]
+        rows.append(row + [show_bytes(stage["device_bytes"])] * on_gpus)
+    return table(names, rows, collapse_padding=not wide)
+
+
+def tier_table(summary: Mapping[str, Any]) -> Table | None:
+    """One line for each tier of each rank: bytes predicted and held, and what moving showed of itself.
+
+    None where nothing moves and nothing is limited."""
+    tiers, steps, rows = summary.get("tiers", []), max(1, summary["steps"]), []
+    if not _is_worth_a_table((row["tier"] for row in tiers), *(row["budget_bytes"] for row in tiers)):
+        return None
+    for row in tiers:
+        raw, kept, on_device = row["bytes_raw"], row["bytes_kept"], row["tier"] == "device"
+        times = f" ({raw / kept:.2f}x)" if kept else ""
+        moved = f"{show_bytes(raw / steps)} -> {show_bytes(kept / steps)}{times}" if raw else "-"
+        exposed, held_up = (
+            f"{1000 * row[f'{name}_seconds'] / steps:.1f} ms" for name in ("exposed", "held_up")
         )
-    return table
+        sizes = [_bytes(row[f"{name}_bytes"]) for name in ("budget", "predicted_peak", "peak")]
+        waits = ("-", held_up) if on_device else (exposed, "-")
+        rows.append((str(row["rank"]), row["tier"], *sizes, moved, *waits))
+    return table(("rank", "tier", "budget", "predicted", "held", "moved -> kept", "exposed", "held up"), rows)
+
+
+def _is_worth_a_table(tiers: Iterable[str], *budgets: int | None) -> bool:
+    """True if any of the ``tiers`` in use is other than a device, or has a budget."""
+    return any(budgets) or any(tier != "device" for tier in tiers)
+
+
+def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]:
+    """Return a function that reports, after the first step, how much each tier will hold at most.
+
+    It reports nothing where ``tier_table`` would show nothing of that step."""
+    reports: list[Report] = []
+
+    def see(report: Report) -> None:
+        if reports:
+            return
+        reports.append(report)
+        ranks = {stage.rank: predicted_peaks(stage) for stage in report.stages}
+        used = (tier for peaks in ranks.values() for tier in peaks if peaks[tier])
+        for rank, peaks in sorted(ranks.items()) if _is_worth_a_table(used, plan.memory) else ():
+            held = ", ".join(f"{tier} {show_bytes(peaks[tier])}" for tier in NAMES if peaks[tier])
+            tell(f"rank {rank} will hold at most, by its first step: {held}")
+
+    return see
 
 
 def totals(summary: Mapping[str, Any]) -> list[str]:
     """Return the lines below the table."""
-    lines = []
+    lines, codec = [], show_codec(summary["codec"])
     if summary["bytes_sent"]:
-        sent = packed(summary["bytes_raw"], summary["bytes_sent"])
-        lines.append(f"sent between stages{_lossy(summary['codec'])}: {sent}")
+        lossy = "" if codec == summary["codec"] else f" by {codec}, so not with the bits of the plain loop"
+        lines.append(f"sent between stages{lossy}: {packed(summary['bytes_raw'], summary['bytes_sent'])}")
     if summary["bytes_saved_raw"]:
         kept = packed(summary["bytes_saved_raw"], summary["bytes_saved_kept"])
         lines.append(f"saved for the backward: {kept}")
@@ -74,10 +125,8 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
     )
     lines += _data(summary.get("data", ()))
     if "test_accuracy" in summary:
-        lines.append(
-            f"test accuracy {_number(summary['test_accuracy'], '.2%')}, test loss "
-            f"{_number(summary['test_loss'], '.4f')}"
-        )
+        loss = _number(summary["test_loss"], ".4f")
+        lines.append(f"test accuracy {_number(summary['test_accuracy'], '.2%')}, test loss {loss}")
     return lines
 
 
@@ -106,12 +155,6 @@ def _data(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{shown['training']}; {shown['hidden']} of reading hide behind it"
         )
     return lines
-
-
-def _lossy(codec: str) -> str:
-    """Text about a codec that loses bits; "" for the others."""
-    shown = show_codec(codec)
-    return "" if shown == codec else f" by {shown}, so not with the bits of the plain loop"
 
 
 def _codecs(summary: Mapping[str, Any]) -> list[str]:
@@ -147,42 +190,40 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def _bytes(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else show_bytes(num_bytes)
+
+
 def _number(value: float | None, form: str) -> str:
     return "no number" if value is None else format(value, form)
 
 
-COLUMNS = ("schedule", "weights", "step", "samples/s", "bubble", "in flight", "versions", "memory", "")
-
-
-def table(found: Comparison) -> Table:
+def schedule_table(comparison: Comparison) -> Table:
     """Return one row per schedule that suits, the chosen one marked."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
-        made.add_column(
-            name, justify="left" if name in ("schedule", "weights", "") else "right", no_wrap=True
-        )
-    best = found.chosen
-    for one in found.candidates:
-        made.add_row(
+    rows = [
+        (
             one.plan.schedule,
             one.plan.weights,
             show_seconds(one.seconds),
-            f"{found.num_samples / one.seconds:.0f}",
+            f"{comparison.num_samples / one.seconds:.0f}",
             f"{one.bubble:.0%}",
             str(max(one.live_micro_batches)),
             str(max(one.live_versions)),
             show_bytes(max(one.memory)),
-            "<- chosen" if one is best else "" if one.fits else "too large",
+            "<- chosen" if one is comparison.chosen else "" if one.fits else "too large",
         )
-    return made
+        for one in comparison.candidates
+    ]
+    names = ("schedule", "weights", "step", "samples/s", "bubble", "in flight", "versions", "memory", "")
+    return table(names, rows, left=("schedule", "weights", ""))
 
 
-def notes(found: Comparison) -> list[str]:
+def notes(comparison: Comparison) -> list[str]:
     """Return what stands below: the schedules left out, and how to read the numbers."""
-    lines = [f"left out: {name}: {reason}" for name, reason in found.left_out.items()]
+    lines = [f"left out: {name}: {reason}" for name, reason in comparison.left_out.items()]
     lines.append("simulated from measured layers; I and W: half of a backward each; tensors travel unpacked")
     lines.append("memory: of the fullest rank; in flight, versions: of the fullest stage")
-    if any(one.plan.streams for one in found.candidates):
+    if any(one.plan.streams for one in comparison.candidates):
         lines.append(
             "async_1f1b, double_buffered: no flush, not the bits of the plain loop; never chosen here"
         )

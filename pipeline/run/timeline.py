@@ -1,14 +1,11 @@
-"""The picture of a step: one row per rank, one box per instruction, with the durations that were measured.
-
-People look at pictures before they read tables: a bubble, a slow stage or a wait for a link is seen at once.
-"""
+"""Pictures of a step: a PNG with one row per rank, and a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...stages.files import save_picture
 from ..schedules.instruction import Span
@@ -16,138 +13,6 @@ from ..schedules.instruction import Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-Event = dict[str, Any]
-WAYS = {"F": (1, "sent down"), "B": (-1, "sent up"), "I": (-1, "sent up")}
-READERS = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I")}  # what the neighbour does with a frame
-
-
-def perfetto_trace(
-    spans: Sequence[Span], *, title: str, facts: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The spans of a step as the JSON object of a trace.
-
-    A process is a rank, its rows are its stages; in them an instruction stands behind what it waited. Two
-    more rows show the frames: each from the moment at which it was sent, and the one before it was taken, to
-    the moment at which its reader took it. Every rank has a clock of its own, which begins with the step.
-
-    Args:    facts: whatever else a reader may want to know of the run.
-    """
-    ordered = sorted(spans, key=lambda span: (span.rank, span.start))
-    rows = _Rows(num_stages=1 + max((span.stage for span in ordered), default=0))
-    events = [event for span in ordered for event in _instruction(span)]
-    frames = [event for frame in _frames(ordered) for event in _travel(frame, rows)]
-    names = _names(ordered, frames, rows)
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": {"title": title, **(facts or {})},
-        "traceEvents": [*names, *events, *frames],
-    }
-
-
-class _Rows(NamedTuple):
-    """Rows of a rank: its stages by their number, then the frames down and up."""
-
-    num_stages: int
-
-    def way(self, op: str) -> int:
-        return self.num_stages + (op != "F")
-
-
-def _instruction(span: Span) -> Iterator[Event]:
-    place = {"ph": "X", "pid": span.rank, "tid": span.stage}
-    begun = span.start + span.waiting
-    if span.waiting > 0:
-        yield {
-            **place,
-            "name": "wait",
-            "cat": "waiting",
-            **_times(span.start, begun),
-            "args": {"for": span.name},
-        }
-    args: dict[str, Any] = {"waiting_seconds": span.waiting, "packing_seconds": span.packing}
-    if span.micro_batch is not None:
-        args["micro_batch"] = span.micro_batch
-    named = {"name": span.name, "cat": NAMES[span.op]}
-    yield {**place, **named, **_times(begun, span.end), "args": args | _bytes(span)}
-
-
-def _times(start: float, end: float) -> dict[str, float]:
-    """In microseconds, to the nanosecond; the end of an event is the start of the next to the last digit."""
-    first, last = round(1e9 * start), round(1e9 * end)
-    return {"ts": first / 1e3, "dur": (last - first) / 1e3}
-
-
-def _bytes(span: Span) -> dict[str, Any]:
-    if not span.bytes_sent:
-        return {}
-    found = {"bytes_raw": span.bytes_raw, "bytes_sent": span.bytes_sent}
-    return found | {"ratio": span.bytes_raw / span.bytes_sent} | ({"codec": span.codec} if span.codec else {})
-
-
-class _Frame(NamedTuple):
-    """Frame from ``sender`` to ``reader``, and since when it was the next to be taken."""
-
-    sender: Span
-    reader: Span
-    begun: float
-    taken: float
-
-
-def _frames(spans: Sequence[Span]) -> Iterator[_Frame]:
-    """Yield every frame between ranks, to the neighbouring stage; a rank takes them in order."""
-    by_name = {(span.stage, span.op, span.micro_batch): span for span in spans}
-    free: dict[tuple[int, str], float] = {}
-    for sender in sorted(spans, key=lambda span: span.end):
-        if not sender.bytes_sent or sender.op not in WAYS:
-            continue
-        step, way = WAYS[sender.op]
-        places = [(sender.stage + step, op, sender.micro_batch) for op in READERS[sender.op]]
-        reader = next((by_name[place] for place in places if place in by_name), None)
-        if reader is None or reader.rank == sender.rank:
-            continue
-        begun = max(sender.end, free.get((sender.rank, way), 0.0))
-        taken = max(begun, reader.start + reader.waiting)
-        free[sender.rank, way] = taken
-        yield _Frame(sender, reader, begun, taken)
-
-
-def _travel(frame: _Frame, rows: _Rows) -> Iterator[Event]:
-    """The frame in its row, and an arrow from the instruction that sent it to the one that took it."""
-    sender, reader = frame.sender, frame.reader
-    name = f"{sender.name} to stage {reader.stage}"
-    place = {"ph": "X", "pid": sender.rank, "tid": rows.way(sender.op), "name": name, "cat": "frame"}
-    yield {**place, **_times(frame.begun, frame.taken), "args": _bytes(sender)}
-    arrow = {"name": name, "cat": "frame", "id": f"{sender.name}>{reader.stage}"}
-    (_, left), (first, last) = _inside(sender), _inside(reader)
-    if left <= last:  # else the clocks of the ranks are too far apart for an arrow
-        yield {**arrow, "ph": "s", "pid": sender.rank, "tid": sender.stage, "ts": left}
-        right = max(left, first)
-        yield {**arrow, "ph": "f", "bp": "e", "pid": reader.rank, "tid": reader.stage, "ts": right}
-
-
-def _inside(span: Span) -> tuple[float, float]:
-    """Moments in microseconds just after the beginning and just before the end of an instruction's event."""
-    times = _times(span.start + span.waiting, span.end)
-    little = min(1.0, times["dur"] / 4)
-    return times["ts"] + little, times["ts"] + times["dur"] - little
-
-
-def _names(spans: Sequence[Span], frames: Sequence[Event], rows: _Rows) -> list[Event]:
-    found = {(span.rank, span.stage): f"stage {span.stage}" for span in spans}
-    ways = {rows.way(op): way for op, (_, way) in WAYS.items()}
-    found |= {(event["pid"], event["tid"]): ways[event["tid"]] for event in frames if event["ph"] == "X"}
-    events = []
-    for rank in sorted({span.rank for span in spans}):
-        place = {"ph": "M", "pid": rank, "tid": 0}
-        events.append({**place, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        events.append({**place, "name": "process_sort_index", "args": {"sort_index": rank}})
-    for (rank, row), name in sorted(found.items()):
-        place = {"ph": "M", "pid": rank, "tid": row}
-        events.append({**place, "name": "thread_name", "args": {"name": name}})
-        events.append({**place, "name": "thread_sort_index", "args": {"sort_index": row}})
-    return events
 
 
 # Blue and the warm colours from the palette of Okabe and Ito, which colour-blind readers tell apart. Warm is
@@ -210,7 +75,7 @@ def draw(panels: Sequence[Panel], path: str | Path, *, title: str) -> None:
 
 
 def figure(panels: Sequence[Panel], *, title: str) -> Figure:
-    """The picture as a matplotlib figure: a box per span, what it waited in front of it, legend and axis."""
+    """The picture: a box per span, what it waited in front of it, legend and axis."""
     from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -231,14 +96,20 @@ def figure(panels: Sequence[Panel], *, title: str) -> Figure:
 
 
 def _draw_panel(axes: Axes, panel: Panel, *, end: float) -> None:
-    stages_of_rank = panel.stages_of_rank
-    for rank in range(len(stages_of_rank)):  # what is left of it is the bubble
-        axes.axhspan(rank - ROW / 2, rank + ROW / 2, color="#FAFBFC", zorder=0)
+    """Draw one row per rank, rank 0 on top, with the share of the step in which it computed."""
+    stages_of_rank, names = panel.stages_of_rank, []
+    for rank, (stages, idle) in enumerate(zip(stages_of_rank, panel.bubble, strict=True)):
+        axes.axhspan(rank - ROW / 2, rank + ROW / 2, color="#FAFBFC", zorder=0)  # what stays is the bubble
+        names.append(f"rank {rank}, {_stages(stages)}\n{100 - 100 * idle:.0f} % busy")
     for span in panel.spans:
         if span.end > panel.begin and span.start < panel.begin + panel.seconds:
             _draw_span(axes, span, panel, end=end, stages=stages_of_rank[span.rank])
     axes.axvline(1e3 * panel.seconds, color="#5B6470", linewidth=1, zorder=0)
-    _draw_axes(axes, panel, stages_of_rank, end=end)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, 1e3 * end * 1.002)
+    axes.tick_params(axis="y", length=0, labelsize=9.5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     weight = "bold" if panel.marked else "normal"
     axes.set_title(panel.title, loc="left", fontsize=10.5, pad=4, fontweight=weight)
 
@@ -267,19 +138,6 @@ def _draw_span(axes: Axes, span: Span, panel: Panel, *, end: float, stages: list
         axes.text(*place, label, color=INK[span.op], ha="center", va="center_baseline", fontsize=size)
 
 
-def _draw_axes(axes: Axes, panel: Panel, stages_of_rank: list[list[int]], *, end: float) -> None:
-    """Draw one row per rank, rank 0 on top, with the share of the step in which it computed."""
-    names = [
-        f"rank {rank}, {_stages(stages)}\n{100 - 100 * share:.0f} % busy"
-        for rank, (stages, share) in enumerate(zip(stages_of_rank, panel.bubble, strict=True))
-    ]
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(0, 1e3 * end * 1.002)
-    axes.tick_params(axis="y", length=0, labelsize=9.5)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
 def _stages(stages: Sequence[int]) -> str:
     if len(stages) < 2:
         return f"stage {stages[0]}" if stages else "idle"
@@ -301,3 +159,104 @@ def _draw_legend(axes: Axes, spans: Sequence[Span]) -> None:
     below = axes.transAxes + ScaledTranslation(0, -18 / 72, figure.dpi_scale_trans)
     place = {"loc": "upper right", "bbox_to_anchor": (1, 0), "bbox_transform": below, "borderaxespad": 0}
     axes.legend(handles=keys, ncols=max(1, len(keys)), frameon=False, fontsize=10, **place)
+
+
+# A frame goes to a neighbouring stage, and is read there by one of these instructions.
+WAYS = {"F": (1, "sent down"), "B": (-1, "sent up"), "I": (-1, "sent up")}
+READERS = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I")}
+
+Event = dict[str, Any]
+
+
+def perfetto_trace(spans: Sequence[Span], *, title: str) -> dict[str, Any]:
+    """The spans of a step as the JSON object of a trace.
+
+    A process is a rank, its rows are its stages; in them an instruction stands behind what it waited. Two
+    more rows show the frames: each from the moment at which it was sent, and the one before it was taken, to
+    the moment at which its reader took it. Every rank has a clock of its own, which begins with the step.
+    """
+    ordered = sorted(spans, key=lambda span: (span.rank, span.start))
+    num_stages = 1 + max((span.stage for span in ordered), default=0)
+    events: list[Event] = []
+    rows = {(span.rank, span.stage): f"stage {span.stage}" for span in ordered}
+    # 1. instructions, each behind what it waited for
+    for span in ordered:
+        begun = span.start + span.waiting
+        if span.waiting > 0:
+            times = (span.start, begun)
+            events.append(_event(span.rank, span.stage, "wait", "waiting", *times, {"for": span.name}))
+        args: Event = {"waiting_seconds": span.waiting, "packing_seconds": span.packing}
+        args |= {} if span.micro_batch is None else {"micro_batch": span.micro_batch}
+        kind = NAMES[span.op]
+        events.append(_event(span.rank, span.stage, span.name, kind, begun, span.end, args | _bytes(span)))
+    # 2. frames, and an arrow from the instruction that sent one to the one that took it
+    for sender, reader, begun, taken in _frames(ordered):
+        row, name = num_stages + (sender.op != "F"), f"{sender.name} to stage {reader.stage}"
+        rows[sender.rank, row] = WAYS[sender.op][1]
+        events.append(_event(sender.rank, row, name, "frame", begun, taken, _bytes(sender)))
+        arrow = {"name": name, "cat": "frame", "id": f"{sender.name}>{reader.stage}"}
+        (_, left), (first, last) = _inside(sender), _inside(reader)
+        if left <= last:  # else the clocks of the ranks are too far apart for an arrow
+            events.append({**arrow, "ph": "s", "pid": sender.rank, "tid": sender.stage, "ts": left})
+            end = {"ph": "f", "bp": "e", "pid": reader.rank, "tid": reader.stage, "ts": max(left, first)}
+            events.append(arrow | end)
+    # 3. names of processes and rows
+    ranks = sorted({span.rank for span in ordered})
+    names = [event for rank in ranks for event in _named("process", rank, 0, f"rank {rank}", rank)]
+    names += [
+        event
+        for (rank, row), name in sorted(rows.items())
+        for event in _named("thread", rank, row, name, row)
+    ]
+    return {"displayTimeUnit": "ms", "otherData": {"title": title}, "traceEvents": [*names, *events]}
+
+
+def _event(rank: int, row: int, name: str, kind: str, start: float, end: float, args: Event) -> Event:
+    place = {"ph": "X", "pid": rank, "tid": row, "name": name, "cat": kind}
+    return {**place, **_times(start, end), "args": args}
+
+
+def _named(kind: str, rank: int, row: int, name: str, order: int) -> list[Event]:
+    place = {"ph": "M", "pid": rank, "tid": row}
+    return [
+        {**place, "name": f"{kind}_name", "args": {"name": name}},
+        {**place, "name": f"{kind}_sort_index", "args": {"sort_index": order}},
+    ]
+
+
+def _times(start: float, end: float) -> dict[str, float]:
+    """In microseconds, to the nanosecond; the end of an event is the start of the next to the last digit."""
+    first, last = round(1e9 * start), round(1e9 * end)
+    return {"ts": first / 1e3, "dur": (last - first) / 1e3}
+
+
+def _inside(span: Span) -> tuple[float, float]:
+    """Moments in microseconds just after the beginning and just before the end of an instruction's event."""
+    times = _times(span.start + span.waiting, span.end)
+    little = min(1.0, times["dur"] / 4)
+    return times["ts"] + little, times["ts"] + times["dur"] - little
+
+
+def _bytes(span: Span) -> Event:
+    if not span.bytes_sent:
+        return {}
+    sent = {"bytes_raw": span.bytes_raw, "bytes_sent": span.bytes_sent}
+    return sent | {"ratio": span.bytes_raw / span.bytes_sent} | ({"codec": span.codec} if span.codec else {})
+
+
+def _frames(spans: Sequence[Span]) -> Iterator[tuple[Span, Span, float, float]]:
+    """Yield sender and reader of every frame between ranks, since when it was the next to be taken, and when
+    it was; a rank takes them in order."""
+    by_name = {(span.stage, span.op, span.micro_batch): span for span in spans}
+    free: dict[tuple[int, str], float] = {}
+    for sender in sorted(spans, key=lambda span: span.end):
+        if not sender.bytes_sent or sender.op not in WAYS:
+            continue
+        step, way = WAYS[sender.op]
+        places = [(sender.stage + step, op, sender.micro_batch) for op in READERS[sender.op]]
+        reader = next((by_name[place] for place in places if place in by_name), None)
+        if reader is None or reader.rank == sender.rank:
+            continue
+        begun = max(sender.end, free.get((sender.rank, way), 0.0))
+        taken = free[sender.rank, way] = max(begun, reader.start + reader.waiting)
+        yield sender, reader, begun, taken

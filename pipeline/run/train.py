@@ -8,7 +8,7 @@ Where there are several, each of them starts at ``join``; ``train_rank`` runs on
     join:        options, Plan -> samples -> model -> Pipeline
     train_rank:  Pipeline -> step after step -> the run folder
 
-``decide.py`` and ``run_length.py`` read the configuration with it; below them functions take values."""
+``planning.py`` and ``training_loop.py`` read the configuration with it; below them functions take values."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from ..distributed.process_group import World, thread_of
 from ..distributed.processes import StartProcess, start_process
 from ..distributed.threads import start_threads
 from ..pipeline import Pipeline
-from . import build, console, early, sharing, torchrun
+from . import build, console, early, torchrun
 from .build import is_bare, sources
 from .determinism import place
 from .planning import check_batches, count_updates, decide, disk_options, prepare
 from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
-from .training_loop import loss, train_rank
+from .training_loop import check_cache, loss, train_rank
 
 
 def train(
@@ -69,7 +69,7 @@ def train(
         samples = prepare(config)
         for note in samples.notes:
             console.warn(note)
-        sharing.check(config, samples)
+        check_cache(config, samples)
         build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
         source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
         plan, pipe = build_run(config, samples, given=given, source=source, folder=folder)

@@ -1,10 +1,11 @@
-"""A run that a signal asks to stop: behind the same step on all ranks it writes a checkpoint, and ends."""
+"""The loop of a run on one rank: which batches it takes, its steps and tests, and what it leaves behind."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from ...conf.schema import TrainConfig
 from ...stages.files import save_json
 from ...stages.plan.plan import Plan
 from ...stages.tracing.layers import casting
-from ..data.batches import BatchIndex, BatchReader, Needs, PartTable
-from ..data.loader import Loader, WarmUp, workers_of
-from ..data.samples import Samples
+from ..data.batches import BatchIndex, BatchReader, Needs, PartTable, Table
+from ..data.cached import CachedDataset, CacheReader, cache_reader, sample_source
+from ..data.image_folder import Files
+from ..data.loader import Loader, WarmUp, in_memory, workers_of
+from ..data.samples import IterableTable, MapTable, Samples
 from ..data.storage import check_shared
 from ..distributed.launcher import cores, local_ranks
 from ..distributed.process_group import hearing
@@ -28,16 +31,13 @@ from ..distributed.processes import Stopped
 from ..pipeline import Pipeline
 from ..runtime.report import Report
 from . import build, console
-from .checkpoints import Checkpoints
-from .loggers import Loggers
-from .metrics import Metrics, summarise
-from .model_file import keeping, writer
+from .checkpoints import Checkpoints, keeping, write_model
+from .logs import JsonLog, Loggers, SharesLog
+from .metrics import Totals, step_line, summarise
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
 from .resume import position, take_over
 from .run_folder import RunFolder
-from .shares_log import SharesLog
-from .sharing import share
-from .tier_rows import foretell
+from .tables import foretell
 
 
 class Asked:
@@ -258,6 +258,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
     """Train this rank's stages; rank 0 also tells and writes what happens."""
     num_steps, first = count_steps(config, samples), pipe.rank == 0
+    totals = Totals(num_stages=plan.num_stages)
     mark = folder.mark() if first else None
     with console.Training(num_steps, shown=first) as progress:
         path, tell = folder.metrics if first else None, progress.note
@@ -269,23 +270,24 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         ahead = course(config, samples, done=pipe.num_steps)
         loads = loader(config, samples, pipe, ahead, folder=folder.path, tell=tell)
         with (
-            Metrics(path, num_stages=plan.num_stages, tell=tell, first=pipe.num_steps) as metrics,
+            JsonLog(path, tell=tell, first=pipe.num_steps) as metrics,
+            SharesLog(pipe, folder.shares if first else None, tell=tell) as shares,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
             Asked(pipe, kept.now) as asked,
             contextlib.closing(loads) as batches,
         ):
-            metrics.totals.load(notes.get("totals"))
-            kept.notes = lambda: {"config": options, "totals": vars(metrics.totals)}
-            see = [metrics.add, progress.step, foretell(plan, tell), loggers.step, kept.after, asked.after]
-            see.append(SharesLog(pipe, folder.shares if first else None, tell=tell).after)
+            totals.load(notes.get("totals"))
+            kept.notes = lambda: {"config": options, "totals": vars(totals)}
+            see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
+            see += [foretell(plan, tell), loggers.step, kept.after, asked.after, shares.after]
             more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
             test = run_epochs(pipe, plan, config, ahead, batches, **more)
     pipe.drain()
     data = pipe.world.all_gather_json(batches.figures, at="the end of its data")
     spans, flows = pipe.timeline(), pipe.flows()
     sizes = {key: pipe.state.expected[key].numel() for key in pipe.state.keys}
-    writer(config.model, pipe)(pipe, folder.model, before=lambda: mark and folder.check(mark))
+    write_model(pipe, folder.model, before=lambda: mark and folder.check(mark))
     if mark is None:
         return
     with keeping(folder.model):
@@ -294,7 +296,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         told = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         told |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
         told |= {"sizes": sizes, "test": test, "resumed_from": resumed, "data": data}
-        save_json(folder.summary, summarise(metrics.totals, plan, **told))
+        save_json(folder.summary, summarise(totals, plan, **told))
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
@@ -302,3 +304,47 @@ def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
     versions = f" weights={plan.weights}{predicted}" if plan.streams else ""
     job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
     return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
+
+
+def check_cache(config: TrainConfig, samples: Samples) -> None:
+    """Refuse now samples that cannot be cached, where that is asked for.
+
+    Raises: ConfigError: they have no numbers, or do not tell how they are read."""
+    if config.cache.mode != "none" and not in_memory(samples.train):
+        sample_source(_dataset(samples.train), decoded=config.cache.decoded)
+
+
+def share(
+    config: TrainConfig, samples: Samples, pipe: Pipeline, *, folder: Path, tell: Callable[[str], None]
+) -> tuple[Table, CacheReader | None]:
+    """Return the samples to train on as this rank reads them, and what brings them through the cache, if
+    that was asked for; collective.
+
+    Raises: ConfigError: they cannot be cached."""
+    options, table = config.cache, samples.train
+    if options.mode == "none":
+        return table, None
+    run = pipe.world.all_gather_json(uuid.uuid4().hex, at="the name of its run")[0]
+    if in_memory(table):
+        tell(f"cache={options.mode}: these samples lie in memory, so none of them goes through the cache")
+        return table, None
+    dataset = _dataset(table)
+    through = cache_reader(
+        sample_source(dataset, decoded=options.decoded),
+        job=options.job or folder.name,
+        run=run,
+        data=options.data,
+        socket=options.socket,
+        backend=options.backend,
+        num_samples=samples.num_samples("train"),
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+    )
+    if isinstance(table, Files):
+        return dataclasses.replace(table, through=through.payloads), through
+    asks = CachedDataset(dataset, through)
+    return (dataclasses.replace(table, dataset=asks) if isinstance(table, MapTable) else asks), through
+
+
+def _dataset(table: Table) -> Any:
+    return table.dataset if isinstance(table, MapTable | IterableTable) else table

@@ -16,10 +16,9 @@ import pytest
 from checkout import ROOT, files
 from hydra.core.config_store import ConfigStore
 
-from penstock.conf.planning import PlanningConfig
-from penstock.conf.schema import TrainConfig
+from penstock.conf.schema import PlanningConfig, TrainConfig
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.scripts import application, command, flags, overrides
+from penstock.scripts import application, command, command_line
 from penstock.stages.weight_versions.policies import POLICIES
 
 README = ROOT / "README.md"
@@ -126,7 +125,7 @@ def test_a_command_is_not_refused(typed, capsys):
     named = words.pop(0)
     schema = SCHEMAS[named]
     ConfigStore.instance().store(name=f"{named}_schema", node=schema)
-    options = flags.read(named, overrides.with_own_groups(words), schema).options
+    options = command_line.parse(named, words, schema).overrides
     with hydra.initialize_config_module("penstock.conf", version_base="1.3"):
         application.checked(hydra.compose(named, overrides=options), schema)
 

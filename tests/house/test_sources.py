@@ -6,8 +6,7 @@ import re
 import pytest
 from checkout import ROOT
 
-from penstock.conf.planning import PlanningConfig
-from penstock.conf.schema import TrainConfig
+from penstock.conf.schema import PlanningConfig, TrainConfig
 
 COLUMNS = ("claim", "state", "file", "option", "test")
 STATES = ("done", "in part: ", "not")

@@ -386,7 +386,7 @@ def test_weights_first_fetches_no_parameter_once_more():
 
 
 def test_versions_of_offloaded_parameters_wait_where_they_do_and_leave_nothing_behind():
-    weights = {"schedule": "async_1f1b", "weights": "stashed", "clip_scope": "stage"}
+    weights: dict[str, Any] = {"schedule": "async_1f1b", "weights": "stashed", "clip_scope": "stage"}
     pipe = made(deep(), stages=2, parameters_tier="host", **weights)
     first, one = pipe.stages[0], 64 * 64 * 4
     count = len(first.mirror.memories)

@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from processes import ranks_in
 
@@ -18,7 +17,7 @@ from penstock import ConfigError
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run import train as training
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.scripts import application, command, flags, overrides, stopping
+from penstock.scripts import command, command_line, stopping
 
 SMALL = "model=mlp model.hidden=[8] data.size=8"
 
@@ -87,8 +86,8 @@ FLAGS = {
     "--max-steps": "--max-steps is written max_steps=VALUE",
     "-n 2": "there is no flag -n; options are KEY=VALUE",
     "--hepl": "did you mean --help?",
-    "--cfg everything": "found everything; write --cfg job",
-    "--config-dir": "--config-dir takes a value",
+    "--cfg everything": "invalid choice: 'everything' (choose from",
+    "--config-dir": "--config-dir/-cd: expected one argument",
 }
 # Whole commands: a few rows that say that the rules of test_conf.py are asked.
 EARLY = {
@@ -156,7 +155,7 @@ def test_refusals_in_one_sentence_and_help_do_not_wait_for_torch(tmp_path):
         assert (code, out, error.count("\n")) == (2, "", 1), typed
         assert error.startswith("penstock: "), typed
         assert rows[typed] in error, (typed, error)
-    assert [path.name for path in tmp_path.iterdir()] == ["swept"]  # where Hydra notes what was swept
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("typed", ["train model=mlp data=digits hydra.run.dir=run", "export run output=o"])
@@ -172,7 +171,7 @@ def test_a_limit_of_memory_under_which_torch_does_not_load_is_told_in_one_senten
 def test_a_flag_that_there_is_not_is_refused_with_the_spelling_that_was_meant():
     for typed, subject in FLAGS.items():
         with pytest.raises(ConfigError, match=re.escape(subject)):
-            flags.read("train", typed.split(), TrainConfig)
+            command_line.parse("train", typed.split(), TrainConfig)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +199,6 @@ def test_a_batch_norm_refuses_micro_batches_of_one_sample(tmp_path, capfd):
     (tmp_path / "normed.py").write_text(f"import torch\ndef net():\n    return {net}\n")
     job = "model._target_=normed.net data.size=8 ranks=1 stages=1 batch_size=8 micro_batches=8"
     assert "batch_size=8 micro_batches=8 make micro-batches of one sample" in refusal(f"train {job}", capfd)
-
-
-def test_trying_the_options_leaves_nothing(tmp_path):
-    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-    typed = flags.Typed(options=["hydra.run.dir=here/run"])
-    application._try("train", TrainConfig, typed, lambda config, options: None)
-    assert not (tmp_path / "here" / "run").exists()
 
 
 @pytest.mark.slow
@@ -249,7 +241,7 @@ def test_the_whole_configuration_is_printed_on_request(capfd, tmp_path):
     ],
 )
 def test_a_target_of_ones_own_does_not_start_from_our_default(typed, composed):
-    assert overrides.with_own_groups(typed.split()) == composed.split()
+    assert command_line.with_own_groups(typed.split()) == composed.split()
 
 
 @pytest.mark.slow
@@ -300,12 +292,10 @@ def test_a_sweep_runs_every_value_and_tells_which_was_refused(capfd, tmp_path):
     assert not (tmp_path / "sweep" / "0").exists()
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, capfd):
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(training, "prepare", lambda config: 1 / 0)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(ZeroDivisionError):
         command.run(["train"])
-    assert ended.value.code == 1
-    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_ctrl_c_is_one_sentence(monkeypatch, capfd):

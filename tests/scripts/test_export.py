@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from zoo import build
 
 import penstock
-from penstock.pipeline.run.model_file import save_model
 from penstock.scripts import command
 from penstock.stages import tensor_file
 
@@ -61,7 +60,7 @@ def test_the_file_is_that_of_a_finished_run_and_loads_strictly(run, capfd):
     found = load_file("model_step_2.safetensors")
     assert found.keys() == run[2].keys()
     assert all(same_bits(found[name], run[2][name]) for name in found)
-    save_model(Path("finished.safetensors"), run[2])
+    tensor_file.write_tensors(Path("finished.safetensors"), run[2])
     assert Path("finished.safetensors").read_bytes() == Path("model_step_2.safetensors").read_bytes()
     model, _ = build(TIED.model, TIED.dtype, 1)
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False)]

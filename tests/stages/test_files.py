@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,15 +13,17 @@ import pytest
 import torch
 from reports import PLAN, report
 from safetensors.torch import load_file
+from small_pipelines import pipeline_of
 
 from penstock import ConfigError
-from penstock.pipeline.run.metrics import Metrics, read_lines
-from penstock.pipeline.run.model_file import keeping, rescuing, save_model
+from penstock.pipeline.run.checkpoints import keeping, write_model
+from penstock.pipeline.run.logs import JsonLog
+from penstock.pipeline.run.metrics import read_lines, step_line
 from penstock.stages.files import refusing, save_json, save_picture, writing
+from penstock.stages.tensor_file import write_tensors
 
 FULL = "No space left on device"
 ELSEWHERE = "free space there, or choose another folder (a run's is hydra.run.dir=)"
-BIG = {"weight": torch.ones(1 << 18)}  # 1 MiB
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no"), KeyboardInterrupt(), OSError(errno.ENOSPC, FULL)])
@@ -100,7 +103,7 @@ def test_the_model_file_has_every_name_and_plain_strides(tmp_path):
     weights |= {"number": torch.tensor(3), "none": torch.empty(0, 2, dtype=torch.float64)}
     kinds = (torch.bool, torch.bfloat16, torch.float16, torch.int8, torch.int16, torch.complex64)
     weights |= {str(kind): torch.tensor([[0, 1, 1]]).to(kind) for kind in (*kinds, torch.float8_e4m3fn)}
-    save_model(tmp_path / "model.safetensors", weights)
+    write_tensors(tmp_path / "model.safetensors", weights)
     loaded = load_file(tmp_path / "model.safetensors")
     assert loaded.keys() == weights.keys()
     for name, weight in weights.items():
@@ -110,17 +113,19 @@ def test_the_model_file_has_every_name_and_plain_strides(tmp_path):
 
 
 def save_big(path):
-    with rescuing(path.name, BIG):
-        save_model(path, BIG)
+    pipe = pipeline_of(torch.nn.Linear(6, 3 << 16, bias=False), cuts=())  # more than 1 MiB
+    weights = pipe.state_dict()["model"]
+    with pytest.raises(ConfigError) as refused:
+        write_model(pipe, path, before=lambda: None)
+    return str(refused.value), weights
 
 
 def test_weights_that_do_not_fit_are_put_where_they_do(small_disk, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(ConfigError) as refused:
-        save_big(small_disk / "model.safetensors")
-    told, aside = str(refused.value).split("; the trained weights are in ")
+    error, weights = save_big(small_disk / "model.safetensors")
+    told, aside = error.split("; the trained weights are in ")
     assert told == f"{small_disk}/model.safetensors cannot be written ({FULL}); {ELSEWHERE}"
-    assert load_file(aside)["weight"].equal(BIG["weight"])
+    assert load_file(aside)["weight"].equal(weights["weight"])
     assert not list(small_disk.iterdir())
 
 
@@ -132,8 +137,8 @@ def test_weights_that_fit_nowhere_are_said_to_be_lost(without, small_disk, monke
     monkeypatch.setattr("tempfile.tempdir", str(small_disk))
     if without == "a folder":
         monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
-    with pytest.raises(ConfigError, match=f"{FULL}.*; the trained weights are lost"):
-        save_big(small_disk / "model.safetensors")
+    error, _ = save_big(small_disk / "model.safetensors")
+    assert re.search(f"{FULL}.*; the trained weights are lost", error)
     assert not list(small_disk.iterdir())
 
 
@@ -159,11 +164,11 @@ def fill(disk):
 @pytest.mark.parametrize("comes", [True, False])
 def test_metrics_wait_for_room_and_lose_no_line_or_say_so(comes, small_disk):
     told, path = [], small_disk / "metrics.jsonl"
-    with Metrics(path, num_stages=2, tell=told.append) as metrics:
-        metrics.add(report(0))
+    with JsonLog(path, tell=told.append) as metrics:
+        metrics.append(step_line(report(0)))
         filler = fill(small_disk)
         for step in range(1, 40):
-            metrics.add(report(step))
+            metrics.append(step_line(report(step)))
         written = [line["step"] for line in read_lines(path)]
         assert written == list(range(len(written)))
         assert 1 < len(written) < 40
@@ -173,7 +178,7 @@ def test_metrics_wait_for_room_and_lose_no_line_or_say_so(comes, small_disk):
             filler.unlink()
     lines = [line["step"] for line in read_lines(path)]
     assert lines == list(range(40 if comes else len(written)))
-    assert told[1:] == ([] if comes else [f"{path} lacks the last {40 - len(written)} of 40 steps"])
+    assert told[1:] == ([] if comes else [f"{path} lacks the last {40 - len(written)} of 40 lines"])
 
 
 def test_half_a_last_line_is_left_out_and_a_damaged_one_refused(tmp_path):

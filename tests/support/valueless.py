@@ -13,8 +13,9 @@ from torch import nn
 from zoo import build, cross_entropy
 
 import penstock
-from penstock.pipeline.run.model_file import save_model, write_in_turn
+from penstock.pipeline.run.checkpoints import write_model
 from penstock.pipeline.runtime.meter import ResidentMemory
+from penstock.stages.tensor_file import write_tensors
 
 
 def without_values(model):
@@ -132,7 +133,7 @@ def rank_writes(plan, weights, folder, full):
     pipe.step(*batches[0])
     state, frames, said = pipe.state_dict()["model"], [], ""
     if pipe.rank == 0:
-        save_model(Path(folder) / "gathered.safetensors", state)
+        write_tensors(Path(folder) / "gathered.safetensors", state)
     gather = pipe.world.gather
 
     def counted(*args, **how):
@@ -146,7 +147,7 @@ def rank_writes(plan, weights, folder, full):
 
     pipe.world.gather = counted
     try:
-        write_in_turn(pipe, Path(folder) / "model.safetensors", before=before)
+        write_model(pipe, Path(folder) / "model.safetensors", before=before)
     except penstock.ConfigError as error:
         said = str(error)
     return said, frames

@@ -11,8 +11,8 @@ from reports import report
 
 from penstock.compression.errors import ConfigError
 from penstock.conf.schema import TrainConfig
-from penstock.pipeline.run import early, loggers
-from penstock.pipeline.run.loggers import Loggers
+from penstock.pipeline.run import early, logs
+from penstock.pipeline.run.logs import Loggers
 
 TRAIN = [
     sys.executable, "-m", "penstock.scripts.command", "train", "model=mlp", "data=digits", "ranks=1",
@@ -74,7 +74,7 @@ def test_what_fails_is_told_once_and_ends_nothing(tmp_path, when, monkeypatch):
         def close(self) -> None:
             self.fail("close")
 
-    monkeypatch.setitem(loggers.LOGGERS, "broken", Broken)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(logs.LOGGERS, "broken", Broken)  # pyright: ignore[reportArgumentType]
     told: list[str] = []
     with opened(["broken", "csv"], tmp_path, told=told) as log:
         for step in range(3):

@@ -7,7 +7,7 @@ import pytest
 from commands import refusal, summary, trained
 from reports import PLAN, report
 
-from penstock.pipeline.run import tier_rows
+from penstock.pipeline.run import metrics, tables
 from penstock.pipeline.run.metrics import MOST, SUMS
 from penstock.pipeline.runtime.report import StageReport
 from penstock.stages.memory.parameter_offload import OffloadedParameters
@@ -55,7 +55,7 @@ def test_without_a_disk_what_fits_nowhere_is_refused_with_the_least_that_does(ca
 
 def test_a_prediction_is_the_first_step_and_what_it_left():
     first = StageReport(device_tier=100, packed_tier=20, disk_tier=7, grew_bytes=30)
-    assert tier_rows.predicted_peaks(first) == {"device": 130, "packed": 20, "host": 0, "disk": 7}
+    assert metrics.predicted_peaks(first) == {"device": 130, "packed": 20, "host": 0, "disk": 7}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_prediction_is_the_first_step_and_what_it_left():
 )
 def test_the_first_step_foretells_what_the_closing_table_will_show(memory, packed, said):
     told, plan = [], dataclasses.replace(PLAN, memory=memory)
-    see = tier_rows.foretell(plan, told.append)
+    see = tables.foretell(plan, told.append)
     first = dataclasses.replace(report(), stages=(
         StageReport(rank=1, device_tier=7),
         StageReport(rank=0, device_tier=100, packed_tier=packed, grew_bytes=30),
@@ -77,8 +77,8 @@ def test_the_first_step_foretells_what_the_closing_table_will_show(memory, packe
     see(first)
     assert told == [line.format("will hold at most, by its first step") for line in said]
     total = dict.fromkeys((*SUMS, *MOST), 0) | {"device_tier": 100, "packed_tier": packed}
-    rows = tier_rows.tier_rows([total], [], [0], plan)
-    assert (tier_rows.tier_table({"tiers": rows, "steps": 1}) is not None) == bool(said)
+    rows = metrics.tier_rows([total], [], [0], plan)
+    assert (tables.tier_table({"tiers": rows, "steps": 1}) is not None) == bool(said)
 
 
 def test_a_mirror_is_not_brought_back_to_be_written(monkeypatch):

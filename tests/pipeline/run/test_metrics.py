@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from reports import PLAN, report
 
-from penstock.pipeline.run.metrics import Metrics, step_line, summarise
+from penstock.pipeline.run.logs import JsonLog
+from penstock.pipeline.run.metrics import Totals, step_line, summarise
 from penstock.pipeline.runtime.report import StageReport
 
 
@@ -30,31 +30,30 @@ def test_a_line_holds_what_the_step_did_in_both_directions():
 
 def test_the_file_has_a_line_a_step_as_soon_as_the_step_is_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with Metrics(path, num_stages=2) as metrics:
+    with JsonLog(path) as metrics:
         for step in range(3):
-            metrics.add(report(step))
+            metrics.append(step_line(report(step)))
             written = path.read_text().splitlines()
             assert [json.loads(line)["step"] for line in written] == list(range(step + 1))
 
 
 def test_a_loss_that_is_no_number_is_null_since_json_has_no_word_for_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with Metrics(path, num_stages=2) as metrics:
-        metrics.add(report(loss=float("nan")))
+    with JsonLog(path) as metrics:
+        metrics.append(step_line(report(loss=float("nan"))))
     assert '"loss": null' in path.read_text()
 
 
 def summary_of(*reports):
-    with Metrics(None, num_stages=2) as metrics:  # without a path only the totals are kept
-        for one in reports:
-            metrics.add(one)
+    totals = Totals(num_stages=2)
+    for one in reports:
+        totals.add(one)
     sizes = {"a.weight": 5, "b.weight": 6, "c.weight": 7}
-    return summarise(metrics.totals, PLAN, sizes=sizes, test={"accuracy": 0.5}, ranks=2)
+    return summarise(totals, PLAN, sizes=sizes, test={"accuracy": 0.5}, ranks=2)
 
 
 def test_the_summary_adds_up_the_steps():
     summary = summary_of(report(0, loss=2.0), report(1, loss=1.0))
-    assert not list(Path().iterdir())
     assert (summary["test_accuracy"], summary["loss"], summary["ranks"]) == (0.5, 1.0, 2)
     assert (summary["steps"], summary["samples"], summary["seconds"]) == (2, 16, 1.0)
     assert summary["samples_per_second"] == 16.0

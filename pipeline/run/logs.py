@@ -1,21 +1,136 @@
-"""The steps of a run where people look at them: a table, TensorBoard, Weights & Biases (``logger=``).
+"""Files that grow while a run trains: lines of JSON, and what ``logger=`` names; none that fails ends it.
 
-Each writes into the run folder and nowhere else: a run of Weights & Biases stays on this machine until
-somebody sends it (``wandb sync``), or asks for more by ``WANDB_MODE=online``. What fails here ends no
-training."""
+Loggers write into the run folder and nowhere else: a run of Weights & Biases stays on this machine until
+somebody sends it (``wandb sync``), or asks for more by ``WANDB_MODE=online``."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import csv
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ...stages.files import reason
+from ...stages.files import reason, refusing, remedy
 from ..runtime.report import Report
 from .metrics import step_line
+
+if TYPE_CHECKING:
+    from ..pipeline import Pipeline
+
+
+class JsonLog:
+    """A growing file with a JSON object a line; without a path, nothing.
+
+    A disk that fills up ends no training: lines wait until they can be written, and ``tell`` is called with a
+    sentence when that begins, and at the end if some still wait.
+
+    Attributes:
+        last: The last line; empty where there is none.
+    """
+
+    def __init__(self, path: Path | None, *, tell: Callable[[str], None] = print, first: int = 0) -> None:
+        """Begin at step ``first``: lines of earlier steps stay, later ones are cut off."""
+        self._path, self._tell, self._told = path or Path(os.devnull), tell, False
+        self._waiting = collections.deque[bytes]()
+        with refusing(self._path):
+            kept = _lines_before(first, self._path) if first and path else []
+            self.last: Mapping[str, Any] = json.loads(kept[-1]) if kept else {}
+            self._num_lines, self._size = len(kept), sum(map(len, kept))  # of whole lines
+            self._file = self._path.open("r+b" if kept else "wb", buffering=0)
+            self._cut_off()
+
+    def __enter__(self) -> JsonLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write()
+        lost = f"the last {len(self._waiting)}" if self._waiting else ""
+        try:
+            self._file.close()
+        except OSError as error:  # a disk over the network may say only now that it is full
+            lost = lost or f"some ({reason(error)})"
+        if lost:
+            self._tell(f"{self._path} lacks {lost} of {self._num_lines} lines")
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write a line at once, so that a killed run keeps its history."""
+        self.last, self._num_lines = line, self._num_lines + 1
+        self._waiting.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                line = self._waiting[0]
+                while line:
+                    line = line[self._file.write(line) :]
+                self._size += len(self._waiting.popleft())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._cut_off()  # no half line
+            if not self._told:
+                self._tell(
+                    f"{self._path} cannot be written ({reason(error)}); training goes on, {remedy(error)}"
+                )
+            self._told = True
+
+    def _cut_off(self) -> None:
+        if self._path != Path(os.devnull):
+            self._file.truncate(self._size)
+            self._file.seek(self._size)
+
+
+def _lines_before(first: int, path: Path) -> list[bytes]:
+    """Read the lines of the steps before ``first``."""
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            if not line.endswith(b"\n") or json.loads(line)["step"] >= first:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept.append(line)
+    return kept
+
+
+class SharesLog:
+    """``shares.jsonl``: the weights by which replicas take micro-batches, and from which step on.
+
+    A line for the step that a run begins with, and one whenever shares change; without a path or replicas,
+    nothing.
+    """
+
+    def __init__(self, pipe: Pipeline, path: Path | None, *, tell: Callable[[str], None]) -> None:
+        replicated = max(pipe.plan.replicas) > 1 and not pipe.world.is_alone
+        self._pipe, self._tell = pipe, tell
+        self._log = JsonLog(path, tell=tell, first=pipe.num_steps) if path and replicated else None
+        self._append()
+
+    def __enter__(self) -> SharesLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._log:
+            self._log.__exit__(*error)
+
+    def after(self, report: Report) -> None:
+        """Write the shares of the next step, if they are others, and say so."""
+        if self._append():
+            shares = enumerate(self._pipe.plan.shares)
+            stages = ", ".join(f"stage {stage} {list(own)}" for stage, own in shares if len(own) > 1)
+            self._tell(f"shares of replicas behind step {report.step + 1}: {stages}")
+
+    def _append(self) -> bool:
+        plan, shares = self._pipe.plan, [list(own) for own in self._pipe.plan.shares]
+        if self._log is None or shares == self._log.last.get("shares"):
+            return False
+        self._log.append({"step": self._pipe.num_steps, "shares": shares, "cuts": list(plan.cuts)})
+        return True
+
 
 COLUMNS: Sequence[str] = (
     "step", "loss", "seconds", "samples_per_second", "bytes_raw", "bytes_sent", "bubble", "peak_bytes",
