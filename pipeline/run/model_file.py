@@ -14,7 +14,7 @@ from torch import Tensor
 from ...compression.codec import decode, encode
 from ...compression.errors import ConfigError
 from ...stages.memory.evictable_tensor import EvictableTensor
-from ...stages.tensor_file import in_order, write_tensors
+from ...stages.safetensors_io import in_order, write_tensors
 from ..pipeline import Pipeline
 from .build import is_bare
 

@@ -26,7 +26,7 @@ from ...compression.errors import PlanError
 from ..device import Device, device_of
 from ..meta_watch import META
 from ..seeds import seeded
-from ..stage.boundary import Receive
+from ..stage.run_layers import Receive
 from ..torch_private import tree_leaves, tree_map
 from ..tracing.aliases import memory_of
 from ..tracing.capture.call_spec import Call, Example

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...compression.errors import PlanError
 from ...compression.geometry import geometry
+from ..meta_watch import Contents
 from ..seeds import drew, generators_of, states_of
 from ..torch_private import (
     HOOKS,
@@ -45,7 +46,6 @@ from ..torch_private import (
 )
 from .layers import Layer, Parts, Traced, is_local, run_layer, tensors_read
 from .object_snapshot import is_foreign
-from .untracked_writes import Contents
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from ...compression.errors import PlanError
-from ..autocast import autocast_state
-from ..device import CPU
+from ..device import CPU, autocast_state
 from ..torch_private import HOOKS, REGISTERED, hooks_on_all_modules, memory_id
 from .aliases import in_memory_of
 from .capture.reads import ABSENT, ALL, ASKS, DROPPED, Guard, changed_fact, same_to_readers

@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
-from ..device import device_of
+from ..device import device_of, home_of
 from ..meta_watch import MetaWatch
-from ..places import home_of
 from ..seeds import seeded
 from ..torch_private import memory_id
 from .capture.call_spec import resized

@@ -15,7 +15,7 @@ from zoo import build
 import penstock
 from penstock.pipeline.run.model_file import save_model
 from penstock.scripts import command
-from penstock.stages import tensor_file
+from penstock.stages import safetensors_io
 
 TIED = Case(model="gpt_tied", cuts=3, optimizer="adamw", steps=3)
 
@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(run, capfd):
 
 
 def test_no_more_than_one_tensor_is_held(run, capfd, monkeypatch):
-    read, held = tensor_file.TensorFile.read, []
+    read, held = safetensors_io.TensorFile.read, []
 
     def watched(file, name):
         assert [one for one in held if one() is not None] == []
@@ -103,7 +103,7 @@ def test_no_more_than_one_tensor_is_held(run, capfd, monkeypatch):
         held.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(tensor_file.TensorFile, "read", watched)
+    monkeypatch.setattr(safetensors_io.TensorFile, "read", watched)
     assert exported("run", capfd=capfd)[0] == 0
     assert len(held) == len(run[2])
 
