@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compression.errors import CheckpointError, ConfigError
+from ..compression.errors import CheckpointError, ConfigError, PenstockError
 from .device import CPU
 from .files import open_regular, reason, writing
 
-_UNKNOWN = "0" * 16  # a checksum that is told when the tensor was written
+_UNKNOWN = "0" * 16  # a checksum, until the tensor is written
+LONGEST_HEADER = 100_000_000  # bytes; the library takes no longer one
+INDEX = ".index.json"
 
 
 class Receipt(NamedTuple):
@@ -79,29 +81,102 @@ def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
-class TensorFile:
+class Entry(NamedTuple):
+    """Place, dtype and shape of the bytes of a tensor."""
+
+    path: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def form(self) -> str:
+        """Dtype and shape, for a sentence."""
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+    def read(self, data: memoryview) -> bool:
+        """Fill ``data`` with the bytes of the tensor; False: the file ends before."""
+        with open_regular(self.path) as file:
+            file.seek(self.start)
+            done = 0
+            while done < len(data):  # one call reads 2 GB at most
+                if not (count := file.readinto(data[done:])):
+                    return False
+                done += count
+        return True
+
+
+class _SafetensorsFile:
+    """Reads headers, and believes nothing of what they say before it is held against the file."""
+
+    path: Path
+    error: type[PenstockError]
+    damage: str  # a sentence around what was ``found``
+    remedy: str
+
+    def _header(self, path: Path) -> tuple[bytes, int]:
+        """Return the first bytes of a file up to its tensors, and the bytes of all of it."""
+        with open_regular(path) as file:
+            size, begin = path.stat().st_size, file.read(8)
+            (length,) = struct.unpack("<Q", begin)
+            if length > min(size, LONGEST_HEADER):
+                raise ValueError("its header ends behind it")
+            return begin + file.read(length), size
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.error(f"{self.path} cannot be read ({reason(error)}); {self.remedy}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+            raise self._damaged("its header is none") from error
+
+    def _damaged(self, found: str) -> PenstockError:
+        return self.error(f"{self.damage.format(path=self.path, found=found)}; {self.remedy}")
+
+
+def _entries(path: Path, header: Mapping[str, Any], begin: int, size: int) -> dict[str, Entry]:
+    """Read what a header of ``begin`` bytes says of each tensor; raises ValueError where that cannot be."""
+    found: dict[str, Entry] = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        try:
+            dtype = dtype_named(str(entry["dtype"]))
+        except Exception as error:  # the library's own, which is a plain one
+            raise ValueError(f"{entry['dtype']} is no dtype of torch") from error
+        if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+            raise ValueError("sizes are numbers from 0 on")
+        if end - start != math.prod(shape) * dtype.itemsize or begin + end > size:
+            raise ValueError("its bytes are not all there")
+        found[name] = Entry(path, begin + start, dtype, shape)
+    return found
+
+
+class TensorFile(_SafetensorsFile):
     """A file that ``write_tensors`` wrote with notes.
 
     Attributes: notes: those it was written with. names: of its tensors.
     Raises:     CheckpointError: it is not the file of the ``receipt``.
     """
 
+    error, remedy = CheckpointError, "take an earlier checkpoint"
+    damage = "{path} is damaged: {found} since it was written"
+
     def __init__(self, path: Path, receipt: Receipt) -> None:
         self.path = path
-        with self._told():
-            if (found := path.stat().st_size) != receipt.num_bytes:
-                raise _damaged(path, f"it has {found:,} bytes of {receipt.num_bytes:,}")
-            with open_regular(path) as file:
-                begin = file.read(8)
-                (length,) = struct.unpack("<Q", begin)
-                begin += file.read(min(length, receipt.num_bytes))
+        with self._refusing():
+            begin, size = self._header(path)
+            if size != receipt.num_bytes:
+                raise self._damaged(f"it has {size:,} bytes of {receipt.num_bytes:,}")
             if checksum(begin) != receipt.header:
-                raise _damaged(path, "its header was altered")
-            self._entries = json.loads(begin[8:])
-            described = json.loads(self._entries.pop("__metadata__")["penstock"])
+                raise self._damaged("its header was altered")
+            header = json.loads(begin[8:])
+            described = json.loads(header.pop("__metadata__")["penstock"])
             self.notes: Mapping[str, Any] = described["notes"]
             self._checksums, self._strides = described["checksums"], described["strides"]
-            self._start, self._num_bytes = len(begin), receipt.num_bytes
+            self._entries = _entries(path, header, len(begin), size)
         self.names = frozenset(self._entries)
 
     def read(self, name: str) -> Tensor:
@@ -110,36 +185,77 @@ class TensorFile:
         Raises: CheckpointError: its bytes were altered, or cannot be read.
         """
         entry = self._entries[name]
-        start, end = entry["data_offsets"]
-        if not 0 <= start <= end <= self._num_bytes - self._start:
-            raise _damaged(self.path, f"{name} ends behind it")
-        data = bytearray(end - start)
-        with self._told(), open_regular(self.path) as file:
-            file.seek(self._start + start)
-            if file.readinto(data) != len(data) or checksum(data) != self._checksums[name]:
-                raise _damaged(self.path, f"{name} was altered")
-        dtype = dtype_named(entry["dtype"])
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        tensor = flat.reshape(entry["shape"])
+        data = bytearray(math.prod(entry.shape) * entry.dtype.itemsize)
+        with self._refusing():
+            if not entry.read(memoryview(data)) or checksum(data) != self._checksums[name]:
+                raise self._damaged(f"{name} was altered")
+        flat = torch.frombuffer(data, dtype=entry.dtype) if data else torch.empty(0, dtype=entry.dtype)
+        tensor = flat.reshape(entry.shape)
         if name in self._strides:
-            return torch.empty_strided(tensor.shape, self._strides[name], dtype=dtype).copy_(tensor)
+            return torch.empty_strided(entry.shape, self._strides[name], dtype=entry.dtype).copy_(tensor)
         return tensor
 
     def shape(self, name: str) -> Tensor:
         """Return a tensor of the same shape and dtype, without memory."""
         entry = self._entries[name]
-        return torch.empty(entry["shape"], dtype=dtype_named(entry["dtype"]), device="meta")
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path} cannot be read ({reason(error)}); take an earlier checkpoint"
-            ) from error
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
-            raise _damaged(self.path, "its header is none") from error
+
+class WeightsFile(_SafetensorsFile):
+    """The tensors that people bring in ``path``: a safetensors file, or the index of several.
+
+    The library maps a file, so that all that was looked at counts as memory of the process; here no byte is
+    read that is not asked for, and none is held twice.
+
+    Attributes: entries: by name. digest: of all that the headers say; the same files have the same.
+    Raises:     ConfigError: it cannot be read, or is none."""
+
+    error, remedy = ConfigError, "give another file"
+    damage = (
+        f"weights are read from a safetensors file, or the *{INDEX} of several, and "
+        "{path} is none, or was cut short: {found}"
+    )
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.entries: dict[str, Entry] = {}
+        begins = []
+        with self._refusing():
+            for part, names in self._parts().items():
+                begin, size = self._header(part)
+                header = json.loads(begin[8:])
+                header.pop("__metadata__", None)
+                entries = _entries(part, header, len(begin), size)
+                if missing := sorted(names - entries.keys()):
+                    raise self._damaged(f"{part.name} lacks {missing[0]}, which the index says it has")
+                self.entries |= {name: entries[name] for name in (names or entries)}
+                begins.append(begin)
+        self.digest = checksum(b"".join(begins))
+
+    def read(self, name: str, out: Tensor) -> None:
+        """Copy a tensor into ``out``, which has its dtype and shape; into the memory of the host at once.
+
+        Raises: ConfigError: the file cannot be read, or is shorter than it was."""
+        entry = self.entries[name]
+        direct = out.device == CPU and out.is_contiguous()
+        whole = out.detach() if direct else torch.empty(entry.shape, dtype=entry.dtype)
+        with self._refusing():
+            if not entry.read(whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data):
+                raise self._damaged(f"it ends within {name}")
+        if not direct:
+            out.copy_(whole)
+
+    def _parts(self) -> dict[Path, set[str]]:
+        """The files, each with the names that are looked for in it; none: all that it has."""
+        if not self.path.name.endswith(INDEX):
+            return {self.path: set()}
+        found: dict[Path, set[str]] = {}
+        with open_regular(self.path, most=LONGEST_HEADER) as index:
+            for name, file in json.load(index)["weight_map"].items():
+                if Path(file).name != file:
+                    raise self._damaged(f"it names {file}, and its files lie beside it")
+                found.setdefault(self.path.with_name(file), set()).add(name)
+        return found
 
 
 def checksum(data: Any) -> str:
@@ -158,21 +274,16 @@ def _begin(
     """Return the first bytes of a file, as many whatever the checksums are."""
     header = dict(entries)
     if notes is not None:
-        described = json.dumps(_described(notes, tensors, checksums), allow_nan=True)
+        # What repeats its elements is written, and comes back, row by row.
+        strides = {
+            n: list(t.stride()) for n, t in tensors.items() if 0 not in t.stride() and t.stride() != _rows(t)
+        }
+        notes = {"notes": notes, "checksums": checksums, "strides": strides}
+        described = json.dumps(notes, allow_nan=True)
         header = {"__metadata__": {"penstock": described}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _described(
-    notes: Mapping[str, Any], tensors: Mapping[str, Tensor], checksums: Mapping[str, str]
-) -> dict[str, Any]:
-    # What repeats its elements is written, and comes back, row by row.
-    strides = {
-        n: list(t.stride()) for n, t in tensors.items() if 0 not in t.stride() and t.stride() != _rows(t)
-    }
-    return {"notes": notes, "checksums": checksums, "strides": strides}
 
 
 def _rows(tensor: Tensor) -> tuple[int, ...]:
@@ -184,10 +295,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
     return flat.view(torch.uint8).numpy().data
-
-
-def _damaged(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {found} since it was written; take an earlier checkpoint")
 
 
 @functools.cache
@@ -205,111 +312,3 @@ def dtype_named(name: str) -> torch.dtype:
 
     text = json.dumps({"": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
     return load(struct.pack("<Q", len(text)) + text)[""].dtype
-
-
-LONGEST_HEADER = 100_000_000  # bytes; the library takes no longer one
-INDEX = ".index.json"
-
-
-class Entry(NamedTuple):
-    """Place, dtype and shape of the bytes of a tensor."""
-
-    path: Path
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def form(self) -> str:
-        """Dtype and shape, for a sentence."""
-        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
-
-
-class WeightsFile:
-    """The tensors of ``path``: a safetensors file, or the index of several.
-
-    Attributes: entries: by name. digest: of all that the headers say; the same files have the same.
-    Raises:     ConfigError: it cannot be read, or is none."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.entries: dict[str, Entry] = {}
-        begins = []
-        for part, names in self._parts().items():
-            begin, entries = self._header(part)
-            if missing := sorted(names - entries.keys()):
-                raise self._damaged(f"{part.name} lacks {missing[0]}, which the index says it has")
-            self.entries |= {name: entries[name] for name in (names or entries)}
-            begins.append(begin)
-        self.digest = checksum(b"".join(begins))
-
-    def read(self, name: str, out: torch.Tensor) -> None:
-        """Copy a tensor into ``out``, which has its dtype and shape; into the memory of the host at once.
-
-        Raises: ConfigError: the file cannot be read, or is shorter than it was."""
-        entry = self.entries[name]
-        direct = out.device == CPU and out.is_contiguous()
-        whole = out.detach() if direct else torch.empty(entry.shape, dtype=entry.dtype)
-        data = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
-        with self._told(), open_regular(entry.path) as file:
-            file.seek(entry.start)
-            done = 0
-            while done < len(data):  # one call reads 2 GB at most
-                if not (count := file.readinto(data[done:])):
-                    raise self._damaged(f"it ends within {name}")
-                done += count
-        if not direct:
-            out.copy_(whole)
-
-    def _parts(self) -> dict[Path, set[str]]:
-        """The files, each with the names that are looked for in it; none: all that it has."""
-        if not self.path.name.endswith(INDEX):
-            return {self.path: set()}
-        found: dict[Path, set[str]] = {}
-        with self._told(), open_regular(self.path, most=LONGEST_HEADER) as index:
-            for name, file in json.load(index)["weight_map"].items():
-                if Path(file).name != file:
-                    raise self._damaged(f"it names {file}, and its files lie beside it")
-                found.setdefault(self.path.with_name(file), set()).add(name)
-        return found
-
-    def _header(self, path: Path) -> tuple[bytes, dict[str, Entry]]:
-        with self._told(), open_regular(path) as file:
-            size = path.stat().st_size
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size, LONGEST_HEADER):
-                raise ValueError("its header ends behind it")
-            begin = file.read(length)
-            said: dict[str, Any] = json.loads(begin)
-            said.pop("__metadata__", None)
-            return begin, {name: _entry(path, entry, 8 + length, size) for name, entry in said.items()}
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be read ({reason(error)}); give another file") from error
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
-            raise self._damaged("its header is none") from error
-
-    def _damaged(self, found: str) -> ConfigError:
-        return ConfigError(
-            f"weights are read from a safetensors file, or the *{INDEX} of several, and {self.path} is none, "
-            f"or was cut short: {found}; give another file"
-        )
-
-
-def _entry(path: Path, said: Mapping[str, Any], begin: int, size: int) -> Entry:
-    """Read what a header says of a tensor; raises ValueError where that cannot be."""
-    start, end = said["data_offsets"]
-    shape = tuple(said["shape"])
-    try:
-        dtype = dtype_named(str(said["dtype"]))
-    except Exception as error:  # the library's own, which is a plain one
-        raise ValueError(f"{said['dtype']} is no dtype of torch") from error
-    if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
-        raise ValueError("sizes are numbers from 0 on")
-    if end - start != math.prod(shape) * dtype.itemsize or begin + end > size:
-        raise ValueError("its bytes are not all there")
-    return Entry(path, begin + start, dtype, shape)

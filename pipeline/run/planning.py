@@ -295,7 +295,7 @@ def views(
     state = state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None
     lines, files = [_MEASURED] if config.replicas.shares == MEASURED else [], list[Path]()
     if config.graph:
-        from ...stages.profiling.graph_picture import draw  # matplotlib takes a second to import
+        from ...stages.profiling.graph_picture import draw
 
         found = dependencies(
             graph, profile, optimizer_state=1.0 if state is None else state, old_versions=versions
