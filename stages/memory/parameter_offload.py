@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...compression.errors import StageError
+from ..torch_private import gradient_hooks, memory_id, version_of
 from ..tracing.dataflow import Probe
 from ..tracing.layers import Layer, Parts, Traced
 from .evictable_tensor import EvictableTensor, TensorStore, hollow, may_leave
@@ -121,7 +122,7 @@ def sharing(tensors: Iterable[Tensor]) -> set[int]:
     places: dict[int, set[int]] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:
-            places.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
+            places.setdefault(memory_id(tensor), set()).add(id(tensor))
     return {key for keys in places.values() if len(keys) > 1 for key in keys}
 
 
@@ -141,9 +142,9 @@ class EvictableParameter:
         self._prefetched, self._lock = cast("Tensor | None", None), threading.Lock()  # values brought ahead
         self._soon = False
         self._state: dict[Any, EvictableTensor] = {}
-        self._version, self.is_resident = parameter._version, True
+        self._version, self.is_resident = version_of(parameter), True
         self.hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
-        self.storage = parameter.untyped_storage()._cdata
+        self.storage = memory_id(parameter)
 
     @property
     def num_bytes(self) -> int:
@@ -174,10 +175,10 @@ class EvictableParameter:
             found, self._prefetched = self._prefetched, None
             self.parameter.data = self._memory.get() if found is None else found
             self.is_resident, self._soon = True, False
-        self.storage = self.parameter.untyped_storage()._cdata
+        self.storage = memory_id(self.parameter)
 
     def _refuse_written(self) -> None:
-        if self.parameter._version != self._version:
+        if version_of(self.parameter) != self._version:
             raise StageError(
                 "an offloaded parameter is written to while it is resident, found one of shape "
                 f"{tuple(self._memory.like.shape)} and {self.parameter.dtype} that was written to while it "
@@ -197,7 +198,7 @@ class EvictableParameter:
 
     def evict(self) -> bool:
         """Its values leave; False: the store has no room for them."""
-        version = self.parameter._version
+        version = version_of(self.parameter)
         if not self._memory.put(self.parameter.data, written=version != self._version):
             return False
         hollow(self.parameter)
@@ -234,9 +235,9 @@ class EvictableParameter:
             ahead = self.parameter.register_hook(first)
             self.hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
         ahead, behind = self.hooks
-        parameter: Any = self.parameter
-        _reorder(parameter._backward_hooks, lambda key: key != ahead.id)
-        _reorder(parameter._post_accumulate_grad_hooks, lambda key: key == behind.id)
+        on_gradient, behind_it = gradient_hooks(self.parameter)
+        _reorder(on_gradient, lambda key: key != ahead.id)
+        _reorder(behind_it, lambda key: key == behind.id)
 
     def bring_gradient(self) -> None:
         """Bring what there is of its gradient, to be written; its values are resident."""
@@ -407,17 +408,18 @@ class OffloadedParameters:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is one of the parameters that are near, or a part of one."""
-        return tensor.untyped_storage()._cdata in self._storages
+        return memory_id(tensor) in self._storages
 
     def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what autograd keeps for ``tensor``, which ``holds``: the call that gives it back."""
-        one = self._storages[tensor.untyped_storage()._cdata]
+        one = self._storages[memory_id(tensor)]
         begins = tensor.data_ptr() - one.parameter.data_ptr()
         view = None if tensor is one.parameter else view_of(tensor)._replace(start=begins)
-        return functools.partial(self._read, one, view, one.parameter._version)  # a view may count for itself
+        version = version_of(one.parameter)  # a view may count for itself
+        return functools.partial(self._read, one, view, version)
 
     def _read(self, one: EvictableParameter, view: TensorView | None, version: int) -> Tensor:
-        refuse_written(version, one.parameter._version)
+        refuse_written(version, version_of(one.parameter))
         self._ensure_resident(one)
         return one.parameter.detach() if view is None else view.over(bytes_around(0, one.parameter.data))
 
