@@ -27,8 +27,7 @@ from ...stages.profiling.measure import measure
 from ...stages.profiling.memory_table import rows, save, table
 from ...stages.profiling.network_profile import Profile
 from ...stages.tracing.capture.call_spec import Example
-from ...stages.tracing.layer_graph import LayerGraph
-from ...stages.tracing.tracer import trace
+from ...stages.tracing.tracer import LayerGraph, trace
 from ...stages.units import is_zero, share_of
 from ..data.samples import Samples
 from ..distributed.launcher import threads_per_rank

@@ -30,8 +30,7 @@ from ...compression.buffers import Frame
 from ..tracing.layers import Layer
 from ..worker import Worker
 from .byte_budget import NO_OPTIONS, PREFETCH_LAYERS, MemoryOptions, Tiers
-from .layer_codecs import LayerAwareCompressor
-from .packer import SavedTensorPacker, WireFrame
+from .packer import LayerAwareCompressor, SavedTensorPacker, WireFrame
 from .saved_storage import SavedStorage
 
 NEVER = 1 << 62  # not in this program: in a later step, or nobody knows

@@ -32,6 +32,7 @@ from .aliases import in_memory_of
 from .capture.reads import ABSENT, ALL, ASKS, DROPPED, Guard, changed_fact, same_to_readers
 from .dataflow import RELU_FUNCTIONS, is_unmodified, may_prove
 from .layers import Traced, parts_of, tensors_read
+from .model_checks import refuse_autocast
 from .object_snapshot import (
     INTERNAL,
     OF_EVERY,
@@ -42,7 +43,6 @@ from .object_snapshot import (
     is_plain,
     written_kinds,
 )
-from .unsupported import refuse_autocast
 
 REMEDY = "set it back, or make the Pipeline anew and load its state_dict()"
 NOT_SETTINGS = OF_EVERY | INTERNAL

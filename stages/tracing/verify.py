@@ -25,8 +25,8 @@ from ..torch_private import memory_id, version_of
 from .aliases import memory_of
 from .capture.call_spec import Call, fresh, other_data
 from .meta_model import needs_values, without_values
+from .model_checks import refuse_resized
 from .object_snapshot import Facts, change, contents, tensors
-from .unsupported import refuse_resized
 
 
 def move(weight: torch.Tensor) -> None:
