@@ -74,6 +74,11 @@ def show_count(count: float) -> str:
     return _show(count, 1000, ("", "k", "M", "G", "T")).rstrip()
 
 
+def shortened_name(name: str, most: int) -> str:
+    """A name of ``most`` characters at most; its end tells more than its start."""
+    return name if len(name) <= most else f"..{name[2 - most :]}"
+
+
 def text_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]
 ) -> list[str]:

@@ -254,6 +254,10 @@ class Reading:
 class SwapEntry:
     """A frame in memory (``frame``), in the file from ``start`` on, or in both; the disk's lock guards it.
 
+        write          all pieces written        get, fetch         forget
+    in memory  ------->  in the file alone  ------->  read back  ------->  slot and memory are free
+        |  get: it stays, what is not written yet is not
+
     ``start`` is None for a frame that found no space. ``num_left`` pieces are not written, ``num_moving``
     pieces are in the hands of a thread. ``stays``: somebody reads the frame in memory, so that it need not be
     written. ``resident`` and ``leaving`` are the bytes that the tiers count of it."""
@@ -446,17 +450,20 @@ class Disk:
 
     def _move_piece(self, entry: SwapEntry, number: int, reading: Reading | None = None) -> None:
         """Write a piece of a frame, or with ``reading`` read it, unless nobody needs that any more."""
+        # 1. is it still of use
         with self._changed:
             frame = entry.frame if reading is None else reading.frame
             is_needed = entry.reading is reading if reading else not (entry.is_forgotten or entry.stays)
             if frame is None or not is_needed:
                 return
             entry.num_moving += 1
+        # 2. move it, without the lock
         moved, error = 0, None
         try:
             moved = self._move(entry, frame, number, reads=reading is not None)
         except BaseException as raised:  # raised again by whoever waits
             error = raised
+        # 3. tell who waits; the last piece lets go of the memory
         with self._changed:
             entry.num_moving -= 1
             if reading is not None:

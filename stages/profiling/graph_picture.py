@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import save_picture
 from ..plan.plan_picture import BACKWARD_COLOR, FORWARD_COLOR, LINE, RANKS
-from ..units import show_bytes
+from ..units import shortened_name, show_bytes
 from .dependencies import FORWARD, UPDATE, Dependencies
 
 if TYPE_CHECKING:
@@ -192,8 +192,7 @@ def figure(drawn: Drawing, *, title: str) -> Figure:
         patches.append(FancyBboxPatch((x - WIDE, y - HIGH), 2 * WIDE, 2 * HIGH, zorder=3, **look))
         axes.add_patch(patches[-1])
         name = box.name if len(box.layers) == 1 else f"{box.name} ({len(box.layers)})"
-        name = name if len(name) <= 22 else f"..{name[-20:]}"  # its end tells more than its start
-        axes.text(x, y, name, fontsize=7.5, family="monospace", zorder=4, **middle)
+        axes.text(x, y, shortened_name(name, 22), fontsize=7.5, family="monospace", zorder=4, **middle)
     # 2. circles beside their boxes; an input of the model lies over the box that reads it first
     most = max((circle.num_bytes for circle in drawn.circles), default=1) or 1
     centres, areas = list[Place](), list[float]()

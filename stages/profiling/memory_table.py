@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ..files import writing
-from ..units import show_bytes, text_table
+from ..units import shortened_name, show_bytes, text_table
 from .network_profile import Intermediate, LayerProfile, Profile
 
 MOST_ROWS = 60
@@ -154,13 +154,13 @@ def table(found: Sequence[Row], *, most: int = MOST_ROWS) -> list[str]:
 
 
 def _shown(row: Row) -> tuple[str, ...]:
-    start = (str(row.stage), f"{row.layer} {_short(row.name)}")
+    start = (str(row.stage), f"{row.layer} {shortened_name(row.name, 32)}")
     if row.group != SAVED:
         return (*start, row.kind, row.shape, show_bytes(row.num_bytes), "", "", "", "")
     read = dict.fromkeys((f"B{row.read_first_at}", f"B{row.read_last_at}"))
     return (
         *(*start, row.kind, f"{row.shape} {row.dtype}", show_bytes(row.num_bytes), f"{row.zeros:.0%}"),
-        *(f"F{row.saved_at}", " to ".join(read), _short(row.shared_with, 40)),
+        *(f"F{row.saved_at}", " to ".join(read), shortened_name(row.shared_with, 40)),
     )
 
 
@@ -171,8 +171,3 @@ def _sums(rows: Sequence[Row]) -> tuple[str, ...]:
     weights = sum(row.num_bytes for row in rows) - whole
     zeros = f"{sum(row.zeros * row.num_bytes for row in saved) / whole:.0%}" if whole else ""
     return f"{len(saved)} saved, weights {show_bytes(weights)}", "", show_bytes(whole), zeros, "", "", ""
-
-
-def _short(name: str, most: int = 32) -> str:
-    """A name short enough for its column; its end tells more than its start."""
-    return name if len(name) <= most else f"..{name[2 - most :]}"

@@ -331,17 +331,6 @@ def _parameter_uses(
     return uses
 
 
-def _refuse_segments(name: str, uses: Iterable[tuple[fx.Node, str | None]]) -> None:
-    """Refuse a parameter whose gradients the plain loop adds one after another: a reentrant checkpoint has a
-    backward of its own."""
-    users = [user for node, inside in uses for user in ((node,) if inside else node.users)]
-    if len({user.meta.get("segment", 0) for user in users}) > 1:
-        raise PlanError(
-            f"{name} is used in a torch.utils.checkpoint with use_reentrant=True and outside of it, so its "
-            "gradient is not added up at once; take use_reentrant=False"
-        )
-
-
 def add_tied_layers(
     root: nn.Module, graph: fx.Graph, tied: Collection[str], constants: Mapping[str, torch.Tensor]
 ) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
@@ -361,10 +350,16 @@ def add_tied_layers(
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     tied_names: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
     for key, uses in _parameter_uses(root, graph, constants).items():
-        if key in names:
-            _refuse_segments(names[key], uses)
-        shared = key in names and (names[key] in tied or len({node for node, _ in uses}) > 1)
-        if not shared:
+        if key not in names:
+            continue
+        # Of several reentrant checkpoints each has a backward, and the plain loop adds one after another.
+        users = [user for node, inside in uses for user in ((node,) if inside else node.users)]
+        if len({user.meta.get("segment", 0) for user in users}) > 1:
+            raise PlanError(
+                f"{names[key]} is used in a torch.utils.checkpoint with use_reentrant=True and outside of "
+                "it, so its gradient is not added up at once; take use_reentrant=False"
+            )
+        if names[key] not in tied and len({node for node, _ in uses}) == 1:
             continue
         with graph.inserting_before(uses[0][0]):
             layer = graph.get_attr(names[key])

@@ -272,7 +272,7 @@ class Recorder(Nodes, TorchFunctionMode):
         yield torch, "initial_seed", self._initial_seed
         yield torch.random, "initial_seed", self._initial_seed
         for frame, name, held in (*wrapped(), *bound(self.functions)):
-            yield frame, name, self._opaque_function(name, held)
+            yield frame, name, functools.partial(self._run_function, name, held)
 
     def _initial_seed(self) -> int:
         """Layers are seeded one by one, so only inside of one does the seed say anything."""
@@ -284,11 +284,8 @@ class Recorder(Nodes, TorchFunctionMode):
 
         return called
 
-    def _opaque_function(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self.opaque("call_function", function, name, function, args, kwargs)
-
-        return run
+    def _run_function(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return self.opaque("call_function", function, name, function, args, kwargs)
 
     def _module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.is_unrecorded():
@@ -370,6 +367,7 @@ class Recorder(Nodes, TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """One call of torch."""
+        # 1. what is no node: a layer from within, questions about a shape, properties
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "call")
         if self.quiet or name in FACTS or name == "_set_grad_enabled":
             if name in SHAPE and not self.quiet:
@@ -381,17 +379,20 @@ class Recorder(Nodes, TorchFunctionMode):
             return self._property(func, name, args)
         if any(callable(leaf) and not isinstance(leaf, type) for leaf in tree_leaves((args, kwargs))):
             raise self.unrecordable(f"a function is handed to {name}, which may read what it likes")
+        # 2. the call itself, on real tensors
         given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
         states = states_of(self.generators)
         if self.expects and called(func) == called(self.expects[0][0]):  # nothing can be read of no memory
             result = self.expects.pop(0)[1]
         else:
             result = func(*args, **kwargs)
+        # 3. a buffer that is written to later is read as it is now
         for buffer, before in watched:
             if only_read(buffer, before, result):
                 read = self.node_of(buffer)
                 copied = self.tag(self.graph.call_function(torch.clone, (read,)), None)
                 given = mapped(given, fx.Node, lambda node, r=read, c=copied: c if node is r else node)
+        # 4. a node for what it made, or a guard for what Python read of a tensor
         if tensors_in(result) or plain(result) is None:
             node = self.emit("call_function", func, given, result, node_name(name))
             if drew(self.generators, states):
