@@ -85,7 +85,7 @@ def test_one_more_holder_is_counted():
 
 
 def test_a_storage_is_found_again_while_somebody_holds_it():
-    """What was brought back for one read is there for the next while its reader lives."""
+    """Memory that was brought back for one read is there for the next while its reader lives."""
     tensor = torch.zeros(3)
     reference = StorageWeakRef(tensor.untyped_storage())
     found = private.storage_behind(reference)
