@@ -20,7 +20,7 @@ from ..compression.errors import CheckpointError, Disagreement, PenstockError, P
 from ..stages.device import is_gpu
 from ..stages.files import open_regular, reason, refusing, save_json, sync
 from ..stages.memory.evictable_tensor import EvictableTensor
-from ..stages.tensor_file import Receipt, TensorFile, checksum, write_tensors
+from ..stages.safetensors_io import Receipt, TensorFile, checksum, write_tensors
 from .optimizer.update import Update
 from .pipeline import Pipeline
 from .runtime.state import State, chosen, put_together

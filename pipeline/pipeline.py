@@ -22,13 +22,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compression.errors import PenstockError, PlanError
-from ..stages.device import Device
+from ..stages.device import Device, home_of
 from ..stages.memory.arena import Arena
 from ..stages.memory.byte_budget import NO_OPTIONS, MemoryOptions, Tiers
 from ..stages.memory.disk import ANYWHERE, DiskOptions
 from ..stages.memory.prefetch import MemoryThread
 from ..stages.memory.stores import StoreOptions
-from ..stages.places import home_of
 from ..stages.plan.plan import Plan
 from ..stages.plan.validation import STREAM
 from ..stages.profiling.examples import graph_of

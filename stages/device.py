@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 
-from ..compression.names import GPU, HOST
-from .work import Stream, Work
+from ..compression.errors import ConfigError, PlanError
+from ..compression.names import AUTO, GPU, HOST, is_device
+from .worker import Stream, Work
 
 CPU = torch.device(HOST)
 KINDS = (HOST, GPU)
@@ -229,3 +231,72 @@ def memory_on(gpu: torch.device) -> tuple[str, int, int]:
     """Identity of a GPU, alike in all processes; the bytes there that nobody has, and those that we have."""
     which = str(torch.cuda.get_device_properties(gpu).uuid)
     return which, torch.cuda.mem_get_info(gpu)[0], torch.cuda.memory_reserved(gpu)
+
+
+def autocast(
+    dtype: torch.dtype, *, enabled: bool = True, cache: bool = False, device: torch.device = CPU
+) -> torch.autocast:
+    """Casts to ``dtype`` as torch.autocast does on ``device``; ``cache``: of cast weights, which depends on
+    what shares a stage."""
+    return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=cache)
+
+
+def autocast_state(device: torch.device = CPU) -> tuple[bool, torch.dtype]:
+    """Return whether autocast is on now, and to which dtype it casts."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+
+def grad_scaler(device: torch.device = CPU) -> GradScaler:
+    """A dynamic loss scale for gradients on ``device``."""
+    return GradScaler(device.type)
+
+
+def device_named(name: str, *, local_rank: int = 0) -> Device:
+    """cpu; cuda, the GPU with the number of the rank, counted around; cuda:N; auto, cuda if there is one.
+
+    Args:    local_rank: the number of this rank among those of its machine.
+    Raises:  ConfigError: the name is not known, or the GPU is not there."""
+    if name != AUTO and not is_device(name):
+        raise ConfigError(f"device={name} is not known; known are {HOST}, {GPU}, {GPU}:N and {AUTO}")
+    count = 0 if name == HOST else num_gpus()
+    if name == HOST or (name == AUTO and not count):
+        return device_of(CPU)
+    if not count:
+        raise ConfigError(
+            f"device={name} needs a GPU, and torch {torch.__version__} finds none; take device={HOST}"
+        )
+    _, _, number = name.partition(":")
+    index = int(number) if number else local_rank % count
+    if index >= count:
+        known = ", ".join(f"{GPU}:{i}" for i in range(count))
+        raise ConfigError(f"device={name} is not on this machine, which has {known}; take one of these")
+    return device_of(torch.device(GPU, index))
+
+
+def device_given(given: str | torch.device | Device, *, local_rank: int = 0) -> Device:
+    """Return what a person means by a name, by torch's own device, or by a Device.
+
+    Raises: ConfigError: as ``device_named``."""
+    if isinstance(given, Device):
+        return given
+    return device_named(str(given), local_rank=local_rank)
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """Device of the parameters of ``model``, or of its buffers if it has none; the CPU without either.
+
+    Raises: PlanError: they are on several devices, or on one where no rank computes."""
+    tensors = [*model.parameters()] or [*model.buffers()]
+    found = {tensor.device: None for tensor in tensors if not tensor.is_meta}
+    if len(found) > 1:
+        places = ", ".join(map(str, found))
+        raise PlanError(
+            f"a model is on one device, and the stages are spread from there, found {places}; move it: "
+            f"model.to({str(next(iter(found)))!r})"
+        )
+    home = next(iter(found), CPU)
+    if home.type not in KINDS:
+        raise PlanError(
+            f"a rank computes on one of {', '.join(KINDS)}, found a model on {home}; move it: model.to('cpu')"
+        )
+    return home

@@ -1,11 +1,13 @@
-"""Chance and writes of runs on the meta device: nothing is drawn or written there, but torch's
-dispatch says which calls would.
+"""Chance and writes of a run that autograd does not count.
 
-A generator's state and the bytes of a buffer tell it of a real run; without data neither moves."""
+On the meta device nothing is drawn or written, but torch's dispatch says which calls would (``MetaWatch``).
+In a real run the state of a generator tells it, and the bytes of a memory (``Contents``): a write through
+``.data`` or NumPy, or by a kernel that gives no version. A saved tensor is what its memory holds by its
+backward, so a later layer that writes there changes a gradient; on another stage it would write elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,3 +84,39 @@ def watching() -> MetaWatch | None:
     """The one that looks on now, if any."""
     mode = dispatch_mode()
     return mode if isinstance(mode, MetaWatch) else None
+
+
+class Contents:
+    """Copy of the memory of some tensors; those on the meta device hold nothing, and of these a
+    ``MetaWatch`` knows the writes."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy it, each storage once."""
+        self._watch = watching()
+        self._mark = 0 if self._watch is None else len(self._watch.writes)
+        plain = (t for t in tensors if t.layout is torch.strided and not (t.is_meta or t.is_nested))
+        storages = {memory_id(storage): storage for t in plain if (storage := t.untyped_storage()).nbytes()}
+        self._kept = {key: (storage, storage.clone()) for key, storage in storages.items()}
+
+    @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The storages that were copied."""
+        return [now for now, _ in self._kept.values()]
+
+    def changed(self) -> set[int]:
+        """The storages that hold other bytes by now; one that was freed or made longer has no others."""
+        on_meta = set() if self._watch is None else set(self._watch.writes[self._mark :])
+        return on_meta | {key for key, (now, then) in self._kept.items() if not _same(now, then)}
+
+
+def _same(now: torch.UntypedStorage, then: torch.UntypedStorage) -> bool:
+    if now.nbytes() != then.nbytes():
+        return True
+    words, rest = divmod(then.nbytes(), 8)
+    same = torch.equal(_row(now, torch.int64, words), _row(then, torch.int64, words))
+    tails = (_row(storage, torch.uint8, rest, start=words * 8) for storage in (now, then))
+    return same and torch.equal(*tails)
+
+
+def _row(storage: torch.UntypedStorage, dtype: torch.dtype, size: int, *, start: int = 0) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, (size,), (1,))

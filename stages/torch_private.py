@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.autograd.graph import GradientEdge, Node
 from torch.fx import _symbolic_trace
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
@@ -53,6 +54,11 @@ def num_storage_holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, None where nobody holds it any more."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
 def num_tensor_holders(tensor: Any) -> int:
     """Number of holders of a tensor in C++, autograd's nodes included."""
     return tensor._use_count()
@@ -71,6 +77,11 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether autograd takes a tensor for a view."""
     return tensor._is_view()
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is zeros without memory, as forward-mode differentiation makes them."""
+    return tensor._is_zerotensor()
 
 
 def values_of(sparse: torch.Tensor) -> torch.Tensor:
@@ -96,6 +107,11 @@ def wrapper_subclass(kind: type, like: torch.Tensor) -> Any:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Return whether functions were hung on the gradient of a tensor."""
     return bool(tensor._backward_hooks)
+
+
+def gradient_hooks(leaf: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks of a leaf that see its gradient, and those behind its addition, in their order."""
+    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
 
 
 def current_node() -> tuple[str, int] | None:

@@ -5,6 +5,7 @@ Budgets and links are typed in several places (a call, a command line, a plan fi
 
 import math
 import re
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 
 from ..compression.errors import PlanError
@@ -71,6 +72,23 @@ def show_seconds(seconds: float) -> str:
 def show_count(count: float) -> str:
     """``"11.2 M"``: a number of things."""
     return _show(count, 1000, ("", "k", "M", "G", "T")).rstrip()
+
+
+def shortened_name(name: str, most: int) -> str:
+    """A name of ``most`` characters at most; its end tells more than its start."""
+    return name if len(name) <= most else f"..{name[2 - most :]}"
+
+
+def text_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]
+) -> list[str]:
+    """Return the lines of a table in columns; those under the headings ``right`` are aligned there."""
+    lines = [headings, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [str.rjust if heading in right else str.ljust for heading in headings]
+    return [
+        "  ".join(s(c, w) for s, c, w in zip(sides, line, widths, strict=True)).rstrip() for line in lines
+    ]
 
 
 def _parse(value: float | str, units: dict[str, int]) -> Fraction | None:

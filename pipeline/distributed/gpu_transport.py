@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 from ...compression.buffers import Frame, Pool, new_bytes
 from ...compression.frame import MAX_HEADER_BYTES, Header, header_bytes, parse_header, write_header
 from ...stages.device import Device
-from ...stages.work import Work
-from ...stages.worker import Worker
+from ...stages.worker import Work, Worker
 from ..schedules.messages import Message, StepMessages
 from .process_group import World, thread_of
 from .transport import GlooTransport, LocalTransport, Transport

@@ -21,8 +21,7 @@ from ...compression.errors import ConfigError
 from ...compression.names import AUTO
 from ...conf.groups import OF_THE_RUN, OURS
 from ...conf.parts import MemoryConfig
-from ...stages.autocast import grad_scaler
-from ...stages.device import CPU
+from ...stages.device import CPU, grad_scaler
 from ...stages.memory.byte_budget import MemoryOptions
 from ...stages.meta_watch import META
 from ..data.samples import Description, Samples, samples_of

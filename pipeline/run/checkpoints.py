@@ -23,7 +23,7 @@ from ...compression.errors import CheckpointError, ConfigError, PenstockError, T
 from ...conf.parts import CheckpointConfig
 from ...stages.files import refusing
 from ...stages.memory.evictable_tensor import EvictableTensor
-from ...stages.tensor_file import in_order, write_tensors
+from ...stages.safetensors_io import in_order, write_tensors
 from ...stages.worker import Worker
 from ..checkpoint import INDEX, Checkpoint, Saving
 from ..pipeline import Pipeline

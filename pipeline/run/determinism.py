@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ...conf.schema import PlanConfig
-from ...stages.device import Device
-from ...stages.places import device_named
+from ...stages.device import Device, device_named
 from ..distributed.launcher import local_rank
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

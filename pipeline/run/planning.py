@@ -24,8 +24,7 @@ from ...stages.profiling.measure import measure
 from ...stages.profiling.memory_table import rows, save, table
 from ...stages.profiling.network_profile import Profile
 from ...stages.tracing.capture.call_spec import Example
-from ...stages.tracing.layer_graph import LayerGraph
-from ...stages.tracing.tracer import trace
+from ...stages.tracing.tracer import LayerGraph, trace
 from ...stages.units import is_zero, share_of
 from ..data.samples import Samples
 from ..distributed.launcher import threads_per_rank
@@ -293,7 +292,7 @@ def views(
     state = state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None
     lines, files = [_MEASURED] if config.replicas.shares == MEASURED else [], list[Path]()
     if config.graph:
-        from ...stages.profiling.graph_picture import draw  # matplotlib takes a second to import
+        from ...stages.profiling.graph_picture import draw
 
         found = dependencies(
             graph, profile, optimizer_state=1.0 if state is None else state, old_versions=versions

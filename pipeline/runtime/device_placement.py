@@ -17,15 +17,14 @@ from torch import nn
 
 from ...compression.errors import ConfigError, PlanError
 from ...compression.names import GPU
-from ...stages.device import Device, device_of, is_gpu, memory_on
-from ...stages.places import device_given, device_named, home_of
+from ...stages.device import Device, device_given, device_named, device_of, home_of, is_gpu, memory_on
 from ...stages.plan.plan import Plan
+from ...stages.safetensors_io import WeightsFile
 from ...stages.seeds import layer_seed, seeded
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.meta_model import has_meta
 from ...stages.tracing.tracer import LayerGraph
 from ...stages.units import show_bytes
-from ...stages.weights_file import WeightsFile
 from ..distributed.launcher import local_rank
 from ..distributed.process_group import World, thread_of
 from .agreement import Agreement

@@ -21,8 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ... import __version__
-from ...stages.autocast import autocast_state
-from ...stages.device import CPU, KINDS
+from ...stages.device import CPU, KINDS, autocast_state
 from ...stages.split_inputs import Column
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.tracer import LayerGraph

@@ -16,9 +16,14 @@ from ...compression.names import AUTO
 from ...stages.device import Device
 from ...stages.memory.byte_budget import Tiers
 from ...stages.memory.disk import MOST_WAITING, REQUEST_BYTES, Disk, DiskOptions
-from ...stages.memory.parameter_offload import OffloadedParameters
+from ...stages.memory.parameter_offload import (
+    OffloadedParameters,
+    directly_read,
+    readers_of,
+    sharing,
+    without_resident,
+)
 from ...stages.memory.prefetch import MemoryThread
-from ...stages.memory.readers import directly_read, readers_of, sharing, without_resident
 from ...stages.memory.stores import UNLIMITED, StoreOptions, open_store
 from ...stages.plan.plan import Plan
 from ...stages.profiling.measure import owned_parameters

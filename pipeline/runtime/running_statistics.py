@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ...compression.errors import StageError
 from ...stages.device import is_gpu
 from ...stages.stage.stage import Stage
-from ...stages.tracing.leaf_modules import is_compiled
+from ...stages.tracing.model_checks import is_compiled
 from ..distributed.process_group import ReplicaGroup
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

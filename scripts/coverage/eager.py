@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.stages.seeds import layer_seed
 from penstock.stages.torch_private import paused
-from penstock.stages.tracing.capture.patches import Patches, kinds_that_are_called, overridden
+from penstock.stages.tracing.capture.recorder import Patches, kinds_that_are_called, overridden
 
 
 class Drawing(TorchFunctionMode):

@@ -26,8 +26,7 @@ from penstock.stages.device import CPU
 from penstock.stages.plan.plan import Plan
 from penstock.stages.profiling.measure import measure
 from penstock.stages.profiling.network_profile import Profile
-from penstock.stages.tracing.layer_graph import LayerGraph
-from penstock.stages.tracing.tracer import trace
+from penstock.stages.tracing.tracer import LayerGraph, trace
 from penstock.stages.tracing.verify import same_bits
 
 SAMPLES = 2  # of a micro-batch, and as many micro-batches

@@ -4,14 +4,13 @@
 states of a storage. Nothing here knows schedules or ranks: a stage reports when a layer is done, when a
 micro-batch has gone on, and when it is wanted back. Imports go up this list only:
 
-    parameter_offload.py  readers.py  evictable_tensor.py   parameters, gradients and optimizer states
+    parameter_offload.py  evictable_tensor.py               parameters, gradients and optimizer states
     recompute.py                                            the saved tensors of a layer, computed again
     activations.py  offload.py                              the saved tensors of a stage; of any with-block
     prefetch.py                                             the memory thread: what leaves and comes, and when
     saved_tensor_hooks.py                                   the tensors that autograd saves
-    packer.py                                               threads, codec, counters, frames that were sent
+    packer.py                                               threads, codec, compact forms that layers prove
     saved_storage.py                                        one storage and its states
-    layer_codecs.py                                         compact forms that follow from the layers
     stores.py  disk.py                                      the tiers
     byte_budget.py                                          bytes by tier, and their limits
     arena.py                                                buffers placed once by their lifetimes

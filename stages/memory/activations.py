@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...compression.buffers import Pool
 from ..tracing.layers import Layer
-from .layer_codecs import LayerAwareCompressor, Modules
-from .packer import SavedCounts, SavedTensorPacker
+from .packer import LayerAwareCompressor, Modules, SavedCounts, SavedTensorPacker
 from .prefetch import MemoryThread, SavedRun, SentFrames
 from .saved_storage import SavedStorage, WriteCounter
 from .saved_tensor_hooks import ParameterFilter, SavedTensorHooks

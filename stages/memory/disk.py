@@ -8,7 +8,7 @@ frames on their way out cannot fill the memory. A frame that finds no space stay
 The file has no name, so nothing of it stays, however the process ends. It is read and written past the page
 cache where the file system allows (O_DIRECT), because a cached page takes the memory that the tier saves.
 
-Source: open(2), O_TMPFILE and O_DIRECT; posix_fallocate(3); segregated free lists, Wilson et al., Dynamic
+Source: open(2), O_DIRECT; posix_fallocate(3); segregated free lists, Wilson et al., Dynamic
         Storage Allocation: A Survey and Critical Review, 1995, section 3.6.
 """
 
@@ -17,10 +17,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import functools
 import mmap
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -75,8 +75,6 @@ class DiskOptions:
 ANYWHERE = DiskOptions()
 
 
-_TMPFILE = getattr(os, "O_TMPFILE", 0)  # of Linux
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
 
@@ -89,33 +87,21 @@ class SwapFile:
         """Open an empty file in ``folder``.
 
         Raises:  ConfigError: the folder is none, or takes no file."""
-        self.folder, self.direct = folder, bool(_DIRECT)
+        self.folder, self.direct = folder, False
         try:
             if not folder.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            try:
-                self._file = self._open(_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not _DIRECT:
-                    raise
-                self._file, self.direct = self._open(0), False
+            file = tempfile.TemporaryFile(buffering=0, dir=folder)
         except OSError as error:
             raise ConfigError(
                 f"the tier disk keeps its file in a folder that can be written, found {folder} "
                 f"({reason(error)}); choose another one (memory.path=)"
             ) from error
-        self._end = weakref.finalize(self, os.close, self._file)
-
-    def _open(self, flags: int) -> int:
-        flags |= os.O_RDWR | os.O_CLOEXEC
-        if _TMPFILE:
-            with contextlib.suppress(OSError):  # not every file system has it
-                return os.open(self.folder, flags | _TMPFILE, 0o600)
-        path = self.folder / f".penstock_swap_{secrets.token_hex(8)}"
-        try:
-            return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-        finally:
-            path.unlink(missing_ok=True)  # one that cannot be opened so may have been made all the same
+        self._file, self._end = file.fileno(), weakref.finalize(self, file.close)
+        with contextlib.suppress(OSError, AttributeError):  # not every file system or platform has it
+            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
+            self.direct = True
 
     def grow(self, size: int, more: int) -> bool:
         """Make a file of ``size`` bytes longer by ``more``; False: there is no space for that.
@@ -267,6 +253,10 @@ class Reading:
 @dataclasses.dataclass(slots=True, eq=False)
 class SwapEntry:
     """A frame in memory (``frame``), in the file from ``start`` on, or in both; the disk's lock guards it.
+
+        write          all pieces written        get, fetch         forget
+    in memory  ------->  in the file alone  ------->  read back  ------->  slot and memory are free
+        |  get: it stays, what is not written yet is not
 
     ``start`` is None for a frame that found no space. ``num_left`` pieces are not written, ``num_moving``
     pieces are in the hands of a thread. ``stays``: somebody reads the frame in memory, so that it need not be
@@ -460,17 +450,20 @@ class Disk:
 
     def _move_piece(self, entry: SwapEntry, number: int, reading: Reading | None = None) -> None:
         """Write a piece of a frame, or with ``reading`` read it, unless nobody needs that any more."""
+        # 1. is it still of use
         with self._changed:
             frame = entry.frame if reading is None else reading.frame
             is_needed = entry.reading is reading if reading else not (entry.is_forgotten or entry.stays)
             if frame is None or not is_needed:
                 return
             entry.num_moving += 1
+        # 2. move it, without the lock
         moved, error = 0, None
         try:
             moved = self._move(entry, frame, number, reads=reading is not None)
         except BaseException as raised:  # raised again by whoever waits
             error = raised
+        # 3. tell who waits; the last piece lets go of the memory
         with self._changed:
             entry.num_moving -= 1
             if reading is not None:

@@ -13,19 +13,118 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...compression.errors import StageError
-from ..tracing.layers import Layer
+from ..torch_private import gradient_hooks, memory_id, version_of
+from ..tracing.dataflow import Probe
+from ..tracing.layers import Layer, Parts, Traced
 from .evictable_tensor import EvictableTensor, TensorStore, hollow, may_leave
 from .saved_storage import TensorView, bytes_around, refuse_written, view_of
 from .stores import Store
+
+
+def readers_of(
+    runs: Iterable[tuple[Traced, Sequence[Layer], Parts, Probe]], own: Collection[int]
+) -> dict[str, list[Parameter]]:
+    """By name of a layer, in running order, the parameters that it reads and that may be away else.
+
+    Args:    runs: of every mode its trace, the layers of this stage, their parts, and what is known of it.
+             own: identities of the parameters that this stage owns."""
+    found: dict[str, list[Parameter]] = {}
+    near: set[int] = set()
+    for traced, layers, parts, record in runs:
+        near |= _sparse(parts.modules.values())
+        read = _reads(traced, layers, parts, record, near)
+        for name, parameters in read.items():
+            found[name] = _once([*found.get(name, ()), *parameters])
+    return {name: [p for p in some if id(p) in own and id(p) not in near] for name, some in found.items()}
+
+
+def without_resident(readers: Mapping[str, list[Parameter]], num_bytes: int) -> dict[str, list[Parameter]]:
+    """The same without parameters that stay: those of whole layers, the smallest first, while they fit.
+
+    Many small ones cost more to move than few large ones of as many bytes."""
+    seen: set[int] = set()
+    own: list[list[Parameter]] = []
+    for parameters in readers.values():
+        own.append([p for p in parameters if id(p) not in seen])
+        seen |= {id(p) for p in own[-1]}
+    stays: set[int] = set()
+    for size, first in sorted(
+        ((sum(p.nbytes for p in first), first) for first in own), key=lambda one: one[0]
+    ):
+        if (num_bytes := num_bytes - size) < 0:
+            break
+        stays |= {id(p) for p in first}
+    return {name: [p for p in some if id(p) not in stays] for name, some in readers.items()}
+
+
+def _reads(
+    traced: Traced, layers: Sequence[Layer], parts: Parts, record: Probe, near: set[int]
+) -> dict[str, list[Parameter]]:
+    """Return what the layers read; ``resident`` grows by what others look at."""
+    here = {layer.node for layer in layers}
+    read: dict[fx.Node, list[Parameter]] = {layer.node: directly_read(layer, parts) for layer in layers}
+    number_of = {layer.node: n for n, layer in enumerate(traced.layers)}
+    for node in here:
+        for number in record.outputs[node].values:
+            value = record.values[number]
+            if not value.parameter or value.producer != number_of[node]:
+                continue
+            if node.op != "get_attr":  # it returns one of those that it reads, and nobody knows which
+                near |= {id(p) for p in read[node]}
+                continue
+            parameter = parts.tensors[str(node.target)]
+            assert isinstance(parameter, Parameter)
+            for user in value.users:
+                if user == len(traced.layers) or traced.layers[user].node not in here:
+                    near.add(id(parameter))
+                else:
+                    read[traced.layers[user].node].append(parameter)
+    near |= {id(p) for p in _given(traced.output, parts)}
+    near |= {id(p) for layer in layers if layer.name in record.keeping for p in read[layer.node]}
+    return {layer.name: _once(read[layer.node]) for layer in layers}
+
+
+def directly_read(layer: Layer, parts: Parts) -> list[Parameter]:
+    """Return the parameters of the layer's module, and those that it is given."""
+    node = layer.node
+    if node.op == "get_attr":
+        return []
+    own = list(parts.modules[str(node.target)].parameters()) if node.op == "call_module" else []
+    return [*own, *_given(node, parts)]
+
+
+def _given(node: fx.Node, parts: Parts) -> list[Parameter]:
+    named = [parts.tensors.get(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+    return [tensor for tensor in named if isinstance(tensor, Parameter)]
+
+
+def _once(parameters: Iterable[Parameter]) -> list[Parameter]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def _sparse(modules: Iterable[nn.Module]) -> set[int]:
+    """Parameters whose gradients are sparse, which are added and updated otherwise."""
+    within = (m for module in modules for m in module.modules() if getattr(m, "sparse", False) is True)
+    return {id(parameter) for module in within for parameter in module.parameters()}
+
+
+def sharing(tensors: Iterable[Tensor]) -> set[int]:
+    """Identities of those that lie in the same memory as another one."""
+    places: dict[int, set[int]] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            places.setdefault(memory_id(tensor), set()).add(id(tensor))
+    return {key for keys in places.values() if len(keys) > 1 for key in keys}
+
 
 Kept = Mapping[Any, Any]  # what an optimizer keeps of a parameter
 
@@ -43,9 +142,9 @@ class EvictableParameter:
         self._prefetched, self._lock = cast("Tensor | None", None), threading.Lock()  # values brought ahead
         self._soon = False
         self._state: dict[Any, EvictableTensor] = {}
-        self._version, self.is_resident = parameter._version, True
+        self._version, self.is_resident = version_of(parameter), True
         self.hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
-        self.storage = parameter.untyped_storage()._cdata
+        self.storage = memory_id(parameter)
 
     @property
     def num_bytes(self) -> int:
@@ -77,10 +176,10 @@ class EvictableParameter:
             values = self._memory.get() if found is None else found
             self.parameter.data = self._memory.copy(values) if copies else values
             self.is_resident, self._soon = True, False
-        self.storage = self.parameter.untyped_storage()._cdata
+        self.storage = memory_id(self.parameter)
 
     def _refuse_written(self) -> None:
-        if self.parameter._version != self._version:
+        if version_of(self.parameter) != self._version:
             raise StageError(
                 "an offloaded parameter is written to while it is resident, found one of shape "
                 f"{tuple(self._memory.like.shape)} and {self.parameter.dtype} that was written to while it "
@@ -100,7 +199,7 @@ class EvictableParameter:
 
     def evict(self) -> bool:
         """Its values leave; False: the store has no room for them."""
-        version = self.parameter._version
+        version = version_of(self.parameter)
         if not self._memory.put(self.parameter.data, written=version != self._version):
             return False
         hollow(self.parameter)
@@ -137,9 +236,9 @@ class EvictableParameter:
             ahead = self.parameter.register_hook(first)
             self.hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
         ahead, behind = self.hooks
-        parameter: Any = self.parameter
-        _reorder(parameter._backward_hooks, lambda key: key != ahead.id)
-        _reorder(parameter._post_accumulate_grad_hooks, lambda key: key == behind.id)
+        on_gradient, behind_it = gradient_hooks(self.parameter)
+        _reorder(on_gradient, lambda key: key != ahead.id)
+        _reorder(behind_it, lambda key: key == behind.id)
 
     def bring_gradient(self) -> None:
         """Bring what there is of its gradient, to be written; its values are resident."""
@@ -374,17 +473,18 @@ class OffloadedParameters:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is one of the parameters that are near, or a part of one."""
-        return tensor.untyped_storage()._cdata in self._storages
+        return memory_id(tensor) in self._storages
 
     def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what autograd keeps for ``tensor``, which ``holds``: the call that gives it back."""
-        one = self._storages[tensor.untyped_storage()._cdata]
+        one = self._storages[memory_id(tensor)]
         begins = tensor.data_ptr() - one.parameter.data_ptr()
         view = None if tensor is one.parameter else view_of(tensor)._replace(start=begins)
-        return functools.partial(self._read, one, view, one.parameter._version)  # a view may count for itself
+        version = version_of(one.parameter)  # a view may count for itself
+        return functools.partial(self._read, one, view, version)
 
     def _read(self, one: EvictableParameter, view: TensorView | None, version: int) -> Tensor:
-        refuse_written(version, one.parameter._version)
+        refuse_written(version, version_of(one.parameter))
         self._ensure_resident(one)
         return one.parameter.detach() if view is None else view.over(bytes_around(0, one.parameter.data))
 

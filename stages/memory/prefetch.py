@@ -30,8 +30,7 @@ from ...compression.buffers import Frame
 from ..tracing.layers import Layer
 from ..worker import Worker
 from .byte_budget import NO_OPTIONS, PREFETCH_LAYERS, MemoryOptions, Tiers
-from .layer_codecs import LayerAwareCompressor
-from .packer import SavedTensorPacker, WireFrame
+from .packer import LayerAwareCompressor, SavedTensorPacker, WireFrame
 from .saved_storage import SavedStorage
 
 NEVER = 1 << 62  # not in this program: in a later step, or nobody knows
@@ -333,12 +332,14 @@ class MemoryThread:
 
     def _leave(self, timeline: Timeline, now: int) -> int:
         """Let leave what is far from being read; returns the bytes of what found no room in the queue."""
+        # 1. without a limit all that is far from being read leaves, with one as much as is too much
         excess, behind = self.tiers.excess, 0
         if excess is not None and excess <= 0:
             return 0
         candidates = [
             one for run in list(self._runs.values()) for one in self._candidates(run, timeline, now)
         ]
+        # 2. what is read last goes first; what the packing has no room for is counted
         candidates.sort(key=lambda one: -one[0])
         for _, run, storage, layer in candidates:
             if excess is not None and excess <= 0:
@@ -365,6 +366,8 @@ class MemoryThread:
 
     def _bring(self, timeline: Timeline, now: int) -> None:
         """Bring back what is read soon, in the order in which it is read, as far as it has room."""
+        # now        away <= SOON                    away <= prefetch_layers
+        #  |  comes, with or without room  |  comes while there is room  |  waits in the store
         room = self.tiers.device
         coming = 0
         for start, one in timeline.readings(now):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import StageError
+from ..torch_private import preserve_version_counter, version_of
 from .activations import KeepOnDevice, Recompute
 from .saved_storage import refuse_written
 from .saved_tensor_hooks import ParameterFilter
@@ -92,7 +93,7 @@ class _Run:
         buffers = tuple(buffer for buffer, _ in self._before)
         with torch.no_grad():
             now = [buffer.clone() for buffer in buffers]
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(buffers), torch.enable_grad():
+        with preserve_version_counter(buffers), torch.enable_grad():
             try:
                 _fill(self._before)
                 with torch.autograd.graph.saved_tensors_hooks(self._keep, _not_read):
@@ -102,7 +103,7 @@ class _Run:
         if len(self._made) != len(self._looks):
             raise _other(f"saved {len(self._made)} tensors", f"{len(self._looks)}")
         for made, version in self._made:
-            refuse_written(version, made._version)
+            refuse_written(version, version_of(made))
 
     def _keep(self, tensor: Tensor) -> None:
         if self._parameters.holds(tensor):
@@ -111,7 +112,7 @@ class _Run:
         if number >= len(self._looks) or self._looks[number] != _look(tensor):
             was = self._looks[number][1] if number < len(self._looks) else "nothing"
             raise _other(f"saved a tensor of shape {tuple(tensor.shape)}", f"{was}")
-        self._made.append((tensor.detach(), tensor._version))
+        self._made.append((tensor.detach(), version_of(tensor)))
 
     def _give(self, number: int) -> Tensor:
         if not self._made:

@@ -17,6 +17,13 @@ from ...compression.errors import StageError
 from ...compression.frame import ALIGNMENT, DTYPE_NUMBERS
 from ...compression.geometry import geometry
 from ..device import CPU, KINDS
+from ..torch_private import (
+    is_zero_tensor,
+    num_storage_holders,
+    preserve_version_counter,
+    storage_behind,
+    version_of,
+)
 from ..tracing.layers import Layer
 from .byte_budget import Tiers
 from .copy_stream import CopyStream
@@ -74,7 +81,7 @@ def is_elements(tensor: Tensor) -> bool:
         tensor.layout is torch.strided
         and tensor.device.type in KINDS
         and tensor.dtype in DTYPE_NUMBERS
-        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor))
         and tensor.data_ptr() % tensor.itemsize == 0
     )
 
@@ -139,18 +146,18 @@ class WriteCounter:
         """Begin with what ``tensor`` has seen so far."""
         probe = tensor.detach()  # shares the count, and keeps it when its memory is exchanged
         probe.data = empty(tensor.dtype, tensor.device)
-        self._probe, self._version = probe, tensor._version
+        self._probe, self._version = probe, version_of(tensor)
 
     @property
     def changed(self) -> bool:
         """Return whether the tensor, or another that shares its count, was written to since."""
-        return self._probe._version != self._version
+        return version_of(self._probe) != self._version
 
     def counts(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` shares this count and saw no write: one more is made and undone."""
-        if self.changed or tensor._version != self._version:
+        if self.changed or version_of(tensor) != self._version:
             return False
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
+        with preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
             return self.changed
 
@@ -162,7 +169,7 @@ class WriteCounter:
 
     def refuse(self) -> None:
         """Raise StageError if there was a write."""
-        refuse_written(self._version, self._probe._version)
+        refuse_written(self._version, version_of(self._probe))
 
 
 class SavedStorage:
@@ -229,7 +236,7 @@ class SavedStorage:
         found = self._bytes
         if found is None or not found.storage.resizable():  # somebody else's memory
             return False
-        return torch._C._storage_Use_Count(found.storage._cdata) == 1
+        return num_storage_holders(found.storage) == 1
 
     def same_memory(self, storage: torch.UntypedStorage) -> bool:
         """Return whether ``storage``, this one, has the memory that it had: it may be resized."""
@@ -328,5 +335,5 @@ class SavedStorage:
     def _still_there(self) -> Bytes | None:
         """Return the bytes as they were last in memory, if anybody still holds them."""
         reference, origin = self._last
-        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        storage = storage_behind(reference)
         return None if storage is None else Bytes(storage, origin)

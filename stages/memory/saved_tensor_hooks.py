@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..torch_private import base_of, is_functorch_wrapped, memory_id, version_of
 from ..tracing.layers import Layer
 from .packer import SavedTensorPacker
 from .saved_storage import SavedStorage, WriteCounter, is_elements, refuse_written, view_of
@@ -70,10 +71,10 @@ class ParameterFilter:
         """Return whether ``tensor`` is one of them."""
         if self._offloaded is not None and self._offloaded.holds(tensor):
             return True
-        base = tensor if tensor._base is None else tensor._base
+        base = base_of(tensor)
         if base.is_leaf and base.requires_grad:
             return True
-        if tensor.untyped_storage()._cdata in self._storages:
+        if memory_id(tensor) in self._storages:
             return True
         if base.is_leaf:  # autocast casts frozen weights outside the graph
             return tensor.dtype in (torch.bfloat16, torch.float16) and tuple(base.shape) in self._shapes
@@ -97,11 +98,7 @@ def _comes_from_leaf(tensor: Tensor) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is nothing but a part of its storage, on a device that we pack on."""
-    return (
-        type(tensor) is Tensor
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
-        and is_elements(tensor)
-    )
+    return type(tensor) is Tensor and not is_functorch_wrapped(tensor) and is_elements(tensor)
 
 
 class SavedTensorHooks:
@@ -138,7 +135,7 @@ class SavedTensorHooks:
             return self._parameters.untouched(tensor)
         storage = tensor.untyped_storage()
         with self._lock:
-            found = self._storages.get(storage._cdata)
+            found = self._storages.get(memory_id(storage))
             if found is not None and found.same_memory(storage) and found.writes.counts(tensor):
                 return self._added(found, tensor)
             num_bytes = storage.nbytes()
@@ -147,7 +144,7 @@ class SavedTensorHooks:
             stream = self._packer.stream(tensor.device)
             found = SavedStorage(tensor, stream=stream, previous=self._latest, tiers=self._packer.store.tiers)
             read = self._added(found, tensor)
-            self._storages[storage._cdata], self._latest = found, weakref.ref(found)
+            self._storages[memory_id(storage)], self._latest = found, weakref.ref(found)
         self._took(found)
         return read
 
@@ -181,9 +178,9 @@ class SavedRead:
 
 def _untouched(tensor: Tensor) -> Callable[[], Tensor]:
     # Without its graph, which would hold itself for ever.
-    return functools.partial(_unchanged, tensor.detach(), tensor._version)
+    return functools.partial(_unchanged, tensor.detach(), version_of(tensor))
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    refuse_written(version, tensor._version)
+    refuse_written(version, version_of(tensor))
     return tensor

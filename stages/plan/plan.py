@@ -18,7 +18,7 @@ from ..files import save_json
 from ..memory.byte_budget import NAMES
 from ..record import IN_PROCESS, json_fields, load_json, read, reduced, shortened
 from ..tracing.capture.signature import Signature
-from ..units import show_bytes, show_count, show_rate, show_seconds
+from ..units import show_bytes, show_count, show_rate, show_seconds, text_table
 from ..weight_versions.policies import WeightPolicy, policy_named
 from .plan_stage import Placed, PlanStage
 from .validation import (
@@ -56,14 +56,8 @@ _FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; 
 
 def table(stages: Sequence[PlanStage]) -> list[str]:
     """The lines of the table."""
-    rows = [_HEADINGS, *map(_row, range(len(stages)), stages)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.ljust if heading == "layers" else str.rjust for heading in _HEADINGS]
-    lines = (
-        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True))
-        for row in rows
-    )
-    return [*map(str.rstrip, lines), _FOOTNOTE]
+    right = [heading for heading in _HEADINGS if heading != "layers"]
+    return [*text_table(_HEADINGS, list(map(_row, range(len(stages)), stages)), right=right), _FOOTNOTE]
 
 
 def _row(number: int, stage: PlanStage) -> tuple[str, ...]:

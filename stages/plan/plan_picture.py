@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import save_picture
-from ..units import show_bytes, show_count, show_seconds
+from ..units import shortened_name, show_bytes, show_count, show_seconds
 from .plan_stage import PlanStage
 
 if TYPE_CHECKING:
@@ -60,18 +60,13 @@ def _draw_stage(axes: "Axes", number: int, stage: PlanStage, *, shade: str) -> N
     layers = stage.layers[:1] if len(stage.layers) == 1 else (stage.layers[0], "to", stage.layers[-1])
     _write(axes, middle, 0.9, f"stage {number}", size=12, fontweight="bold")
     _write(axes, middle, 0.79, f"rank{'s' * (len(stage.ranks) > 1)} {ranks}", color=LINE)
-    _write(axes, middle, 0.54, "\n".join(map(_fitting, layers)), family="monospace")
+    _write(axes, middle, 0.54, "\n".join(shortened_name(name, 19) for name in layers), family="monospace")
     facts = (
         f"{len(stage.layers)} layer{'s' * (len(stage.layers) > 1)}",
         f"{show_count(stage.num_parameters)} parameters",
         f"{show_bytes(stage.memory_bytes)} of memory",
     )
     _write(axes, middle, 0.19, "\n".join(facts))
-
-
-def _fitting(name: str) -> str:
-    """A name short enough for its block; its end tells more than its start."""
-    return name if len(name) <= 19 else f"..{name[-17:]}"
 
 
 def _draw_link(axes: "Axes", number: int, stage: PlanStage, *, local: bool) -> None:

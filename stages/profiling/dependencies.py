@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ..files import save_json
-from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import Layer, Parts, parts_of, tensors_read
+from ..tracing.tracer import LayerGraph
 from .network_profile import Profile
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"

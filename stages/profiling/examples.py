@@ -14,8 +14,7 @@ from ...compression.errors import PlanError
 from ..plan.plan import Plan
 from ..tracing.capture.call_spec import Call, Constant, Example
 from ..tracing.capture.signature import ArgumentPlace, Signature, form_of
-from ..tracing.layer_graph import LayerGraph
-from ..tracing.tracer import trace
+from ..tracing.tracer import LayerGraph, trace
 
 _MOST_VALUES = 256
 

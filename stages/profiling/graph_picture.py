@@ -7,18 +7,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import save_picture
 from ..plan.plan_picture import BACKWARD_COLOR, FORWARD_COLOR, LINE, RANKS
-from ..units import show_bytes
-from .blocks import Block, blocks
+from ..units import shortened_name, show_bytes
 from .dependencies import FORWARD, UPDATE, Dependencies
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 MOST_BOXES = 60
 VALUE, GRADIENT, SAVED = "value", "gradient", "saved"
@@ -169,104 +169,119 @@ def draw(path: str | Path, found: Dependencies, stages: Sequence[int], *, title:
 def figure(drawn: Drawing, *, title: str) -> Figure:
     """Boxes in columns, the first stage on the left; arrows of three styles, and a legend."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
     places = positions(drawn)
-    heads = {box.stage: place for box, place in reversed([*zip(drawn.boxes, places, strict=True)])}
     last, deepest = max(x for x, _ in places), -min(y for _, y in places)
     size = max(7.0, 5.2 * (last / PITCH + 1)), 2.2 + 0.62 * (deepest + 1)
     picture = Figure(figsize=size, layout="constrained")
+    picture.suptitle(title, fontsize=11, fontweight="bold")
     axes = picture.subplots()
     axes.set_xlim(-4.3, last + 3.7)
     axes.set_ylim(-deepest - 0.95, 1.5)
     axes.axis("off")
-    for stage, (x, _) in heads.items():
-        axes.text(x, 1.15, f"stage {stage}", ha="center", va="center", fontsize=12, fontweight="bold")
-    centres = [_centre(circle, places) for circle in drawn.circles]
+    # 1. boxes, and over the first of each stage its number
+    patches, middle = list[FancyBboxPatch](), dict[str, Any](ha="center", va="center")
+    for stage, (x, _) in {
+        b.stage: at for b, at in reversed([*zip(drawn.boxes, places, strict=True)])
+    }.items():
+        axes.text(x, 1.15, f"stage {stage}", fontsize=12, fontweight="bold", **middle)
+    for box, (x, y) in zip(drawn.boxes, places, strict=True):
+        look: Any = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": RANKS[box.stage % 2], "ec": LINE}
+        patches.append(FancyBboxPatch((x - WIDE, y - HIGH), 2 * WIDE, 2 * HIGH, zorder=3, **look))
+        axes.add_patch(patches[-1])
+        name = box.name if len(box.layers) == 1 else f"{box.name} ({len(box.layers)})"
+        axes.text(x, y, shortened_name(name, 22), fontsize=7.5, family="monospace", zorder=4, **middle)
+    # 2. circles beside their boxes; an input of the model lies over the box that reads it first
+    most = max((circle.num_bytes for circle in drawn.circles), default=1) or 1
+    centres, areas = list[Place](), list[float]()
+    for circle in drawn.circles:
+        (x, y), (right, up, _, _) = places[circle.box], SLOTS[circle.slot]
+        x, y = x + right, y - up if circle.is_input else y + up
+        centres.append((x, y))
+        areas.append(12 + 150 * math.sqrt(circle.num_bytes / most))
+        axes.text(x, y - 0.14, show_bytes(circle.num_bytes), fontsize=5.5, color=LINE, ha="center", va="top")
+    colors = [SLOTS[circle.slot][2] for circle in drawn.circles]
+    axes.scatter(*zip(*centres, strict=True), s=areas, c=colors, edgecolors=LINE, linewidths=0.5, zorder=4)
+    # 3. arrows, slightly bent, so that they hide neither their way back nor the boxes between their ends
     for arrow in drawn.arrows:
-        _draw_arrow(axes, arrow, places, centres)
-    _draw_boxes(axes, drawn, places)
-    _draw_circles(axes, drawn.circles, centres)
-    _draw_legend(picture)
-    picture.suptitle(title, fontsize=11, fontweight="bold")
+        is_compute, head = arrow.style == COMPUTE, places[arrow.box]
+        tail = places[arrow.circle] if is_compute else centres[arrow.circle]
+        ends = [(tail, patches[arrow.circle] if is_compute else None), (head, patches[arrow.box])]
+        (begin, behind), (end, ahead) = ends if arrow.enters else ends[::-1]
+        bend = f"arc3,rad={0.08 if abs(tail[1] - head[1]) <= 1 else 0.2}"
+        axes.add_patch(
+            FancyArrowPatch(
+                begin, end, patchA=behind, patchB=ahead, shrinkA=0, shrinkB=0, arrowstyle="-|>",
+                connectionstyle=bend, mutation_scale=7, zorder=2, **STYLES[arrow.style],
+            )
+        )  # fmt: skip
+    dot: Any = {"linestyle": "none", "marker": "o", "markersize": 6, "markeredgecolor": LINE}
+    lines = [Line2D([], [], label=name, **style) for name, style in STYLES.items()]
+    dots = [Line2D([], [], label=name, markerfacecolor=color, **dot) for _, _, color, name in SLOTS.values()]
+    picture.legend(handles=[*lines, *dots], loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     return picture
 
 
-def _centre(circle: Circle, places: Sequence[Place]) -> Place:
-    """Beside its box; an input of the model lies over the box that reads it first."""
-    (x, y), (right, up, _, _) = places[circle.box], SLOTS[circle.slot]
-    return x + right, y + (-up if circle.is_input else up)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Layers ``start`` to ``end`` (exclusive), all of one stage."""
+
+    name: str
+    stage: int
+    start: int
+    end: int
+
+    @property
+    def layers(self) -> range:
+        """Their numbers."""
+        return range(self.start, self.end)
 
 
-def _draw_boxes(axes: Axes, drawn: Drawing, places: Sequence[Place]) -> None:
-    from matplotlib.patches import FancyBboxPatch
+def blocks(
+    names: Sequence[str], modules: Sequence[str], stages: Sequence[int], *, most: int
+) -> tuple[Block, ...]:
+    """The finest blocks of which there are at most ``most`` (a few more where there are many stages).
 
-    for number, (box, (x, y)) in enumerate(zip(drawn.boxes, places, strict=True)):
-        look: Any = {"boxstyle": "round,pad=0,rounding_size=0.06", "fc": RANKS[box.stage % 2], "ec": LINE}
-        corner = (x - WIDE, y - HIGH)
-        axes.add_patch(FancyBboxPatch(corner, 2 * WIDE, 2 * HIGH, gid=f"box {number}", zorder=3, **look))
-        count = len(box.layers)
-        name = _fitting(box.name if count == 1 else f"{box.name} ({count})")
-        axes.text(x, y, name, ha="center", va="center", fontsize=7.5, family="monospace", zorder=4)
+    They are layers; or runs of layers whose modules begin alike, by as many parts of their paths as fit; or
+    several of these.
 
-
-def _fitting(name: str) -> str:
-    """A name short enough for its box; its end tells more than its start."""
-    return name if len(name) <= 22 else f"..{name[-20:]}"
-
-
-def _draw_circles(axes: Axes, circles: Sequence[Circle], centres: Sequence[Place]) -> None:
-    most = max((circle.num_bytes for circle in circles), default=1) or 1
-    sizes = [12 + 150 * math.sqrt(circle.num_bytes / most) for circle in circles]
-    axes.scatter(
-        [x for x, _ in centres],
-        [y for _, y in centres],
-        s=sizes,
-        c=[SLOTS[circle.slot][2] for circle in circles],
-        edgecolors=LINE,
-        linewidths=0.5,
-        zorder=4,
-    )
-    for circle, (x, y) in zip(circles, centres, strict=True):
-        right = circle.slot == GRADIENT
-        if circle.slot in (VALUE, GRADIENT):
-            side: Any = {"ha": "left" if right else "right", "va": "center"}
-            x = x + 0.16 if right else x - 0.16
-        else:
-            side, y = {"ha": "center", "va": "top"}, y - 0.14
-        axes.text(x, y, show_bytes(circle.num_bytes), fontsize=5.5, color=LINE, zorder=5, **side)
+    Args:    names, modules, stages: of each layer, its name, the dotted path it ran in, its stage."""
+    single = [
+        Block(name=n, stage=s, start=i, end=i + 1) for i, (n, s) in enumerate(zip(names, stages, strict=True))
+    ]
+    if len(single) <= most:
+        return tuple(single)
+    deepest = max(module.count(".") + 1 for module in modules)
+    for depth in range(deepest, 0, -1):
+        found = list(_runs(names, modules, stages, depth))
+        if len(found) <= most:
+            return tuple(found)
+    return tuple(_merged(_runs(names, modules, stages, 1), most))
 
 
-def _draw_arrow(axes: Axes, arrow: Arrow, places: Sequence[Place], centres: Sequence[Place]) -> None:
-    """A slightly bent line, so that it hides neither its way back nor the boxes between its ends."""
-    from matplotlib.patches import FancyArrowPatch
+def _runs(names: Sequence[str], modules: Sequence[str], stages: Sequence[int], depth: int) -> Iterator[Block]:
+    def key(layer: int) -> tuple[int, str]:
+        return stages[layer], ".".join(modules[layer].split(".")[:depth])
 
-    head = places[arrow.box]
-    tail = _edge(places[arrow.circle], head) if arrow.style == COMPUTE else centres[arrow.circle]
-    ends = (tail, _edge(head, tail))
-    axes.add_patch(
-        FancyArrowPatch(
-            *(ends if arrow.enters else ends[::-1]),
-            arrowstyle="-|>",
-            connectionstyle=f"arc3,rad={0.08 if abs(tail[1] - head[1]) <= 1 else 0.2}",
-            mutation_scale=7,
-            zorder=2,
-            **STYLES[arrow.style],
-        )
-    )
+    for (stage, prefix), run in groupby(range(len(names)), key):
+        layers = list(run)
+        name = prefix if len(layers) > 1 and prefix else _between(names[layers[0]], names[layers[-1]])
+        yield Block(name=name, stage=stage, start=layers[0], end=layers[-1] + 1)
 
 
-def _edge(box: Place, other: Place) -> Place:
-    """The point of a box's edge that looks at ``other``."""
-    (x, y), (right, up) = box, (other[0] - box[0], other[1] - box[1])
-    if abs(up) < HIGH:
-        return x + math.copysign(WIDE, right), y
-    return x + max(-WIDE, min(WIDE, right)), y + math.copysign(HIGH, up)
+def _merged(found: Iterator[Block], most: int) -> Iterator[Block]:
+    """Neighbours of one stage together, as many as it takes."""
+    runs = list(found)
+    size = math.ceil(len(runs) / most)
+    for stage, group in groupby(runs, lambda block: block.stage):
+        same = list(group)
+        for at in range(0, len(same), size):
+            part = same[at : at + size]
+            name = _between(part[0].name, part[-1].name)
+            yield Block(name=name, stage=stage, start=part[0].start, end=part[-1].end)
 
 
-def _draw_legend(picture: Figure) -> None:
-    from matplotlib.lines import Line2D
-
-    look: Any = {"linestyle": "none", "marker": "o", "markersize": 6, "markeredgecolor": LINE}
-    lines = [Line2D([], [], label=name, **style) for name, style in STYLES.items()]
-    dots = [Line2D([], [], label=name, markerfacecolor=color, **look) for _, _, color, name in SLOTS.values()]
-    picture.legend(handles=[*lines, *dots], loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+def _between(first: str, last: str) -> str:
+    return first if first == last else f"{first} .. {last}"

@@ -26,14 +26,14 @@ from ...compression.errors import PlanError
 from ..device import Device, device_of
 from ..meta_watch import META
 from ..seeds import seeded
-from ..stage.boundary import Receive
+from ..stage.run_layers import Receive
 from ..torch_private import tree_leaves, tree_map
 from ..tracing.aliases import memory_of
 from ..tracing.capture.call_spec import Call, Example
 from ..tracing.dataflow import Probe
-from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import Layer, Parts, casting, parts_of, run_layer, tensors_read
 from ..tracing.object_snapshot import held_tensors
+from ..tracing.tracer import LayerGraph
 from .examples import signature_of, with_values
 from .network_profile import LayerProfile, Profile, ValueProfile
 from .saved_tensors import observe_step, zero_count

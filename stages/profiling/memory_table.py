@@ -8,13 +8,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ..files import writing
-from ..units import show_bytes
-from .blocks import Block, blocks
+from ..units import shortened_name, show_bytes, text_table
 from .network_profile import Intermediate, LayerProfile, Profile
 
 MOST_ROWS = 60
@@ -46,13 +44,13 @@ class Row:
     shape: str
     dtype: str
     num_bytes: int
-    zeros: float
-    made_by: str
-    saved_at: int
-    read_first_at: int
-    read_last_at: int
-    readers: int
-    shared_with: str
+    zeros: float = 0.0
+    made_by: str = ""
+    saved_at: int = -1
+    read_first_at: int = -1
+    read_last_at: int = -1
+    readers: int = 0
+    shared_with: str = ""
 
 
 def rows(
@@ -128,13 +126,6 @@ def _weights(index: int, layer: LayerProfile, stage: int, *, state: float, versi
                 shape=str(layer.num_parameters),
                 dtype="",
                 num_bytes=num_bytes,
-                zeros=0.0,
-                made_by="",
-                saved_at=-1,
-                read_first_at=-1,
-                read_last_at=-1,
-                readers=0,
-                shared_with="",
             )
 
 
@@ -148,102 +139,35 @@ def save(path: str | Path, found: Iterable[Row]) -> None:
 
 
 def table(found: Sequence[Row], *, most: int = MOST_ROWS) -> list[str]:
-    """The lines of the table: a row for each datum, or for each block of layers where there are too many,
-    and for each stage a total."""
+    """The lines of the table: a row for each datum, the largest where there are too many, and for each stage
+    what the smaller ones are together, and a total."""
     stages = list(dict.fromkeys(row.stage for row in found))
-    folded = len(found) + len(stages) > most
-    groups = _blocks(found, most - len(stages)) if folded else ()
-    lines: list[tuple[str, ...]] = [_HEADINGS]
+    shown = {id(row) for row in sorted(found, key=lambda row: -row.num_bytes)[: most - len(stages)]}
+    lines: list[tuple[str, ...]] = []
     for stage in stages:
         own = [row for row in found if row.stage == stage]
-        if folded:
-            parts = [(b, [r for r in own if r.layer in b.layers]) for b in groups if b.stage == stage]
-            lines += [_folded(block, part) for block, part in parts if part]
-        else:
-            lines += map(_shown, own)
-        lines.append(_total(stage, own))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = [str.rjust if heading in _RIGHT else str.ljust for heading in _HEADINGS]
-    texts = (
-        "  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True))
-        for line in lines
-    )
-    return [*map(str.rstrip, texts), *_FOOTNOTES]
+        lines += [_shown(row) for row in own if id(row) in shown]
+        if rest := [row for row in own if id(row) not in shown]:
+            lines.append((str(stage), "smaller", *_sums(rest)))
+        lines.append((str(stage), "total", *_sums(own)))
+    return [*text_table(_HEADINGS, lines, right=_RIGHT), *_FOOTNOTES]
 
 
 def _shown(row: Row) -> tuple[str, ...]:
-    start = (str(row.stage), f"{row.layer} {_short(row.name)}")
+    start = (str(row.stage), f"{row.layer} {shortened_name(row.name, 32)}")
     if row.group != SAVED:
         return (*start, row.kind, row.shape, show_bytes(row.num_bytes), "", "", "", "")
     read = dict.fromkeys((f"B{row.read_first_at}", f"B{row.read_last_at}"))
     return (
         *(*start, row.kind, f"{row.shape} {row.dtype}", show_bytes(row.num_bytes), f"{row.zeros:.0%}"),
-        *(f"F{row.saved_at}", " to ".join(read), _short(row.shared_with, 40)),
+        *(f"F{row.saved_at}", " to ".join(read), shortened_name(row.shared_with, 40)),
     )
 
 
-def _folded(block: Block, part: Sequence[Row]) -> tuple[str, ...]:
-    saved = [row for row in part if row.group == SAVED]
-    kinds = Counter(row.kind for row in saved)
-    parts = [f"{count} {_plural(kind, count)}" for kind, count in kinds.items()]
-    weights = sum(row.num_bytes for row in part if row.group != SAVED)
-    parts += [f"weights {show_bytes(weights)}"] if weights else []
-    others = sorted({name for row in saved for name in row.shared_with.split(", ") if "(stage" in name})
-    largest = max(saved, key=lambda row: row.num_bytes, default=None)
-    first, last = block.start, block.end - 1
-    return (
-        str(block.stage),
-        f"{first} {_short(block.name)}" if first == last else f"{first}-{last} {_short(block.name)}",
-        ", ".join(parts),
-        f"{largest.shape} {largest.dtype}" if largest else "",
-        show_bytes(sum(row.num_bytes for row in saved)) if saved else "",
-        _zeros(saved),
-        f"F{first}" if first == last else f"F{first} to F{last}",
-        f"B{first}" if first == last else f"B{last} to B{first}",
-        _short(", ".join(others), 40),
-    )
-
-
-def _total(stage: int, own: Sequence[Row]) -> tuple[str, ...]:
-    saved = [row for row in own if row.group == SAVED]
-    weights = sum(row.num_bytes for row in own if row.group != SAVED)
-    counts = f"{len(saved)} saved, weights {show_bytes(weights)}"
-    return (
-        str(stage),
-        "total",
-        counts,
-        "",
-        show_bytes(sum(row.num_bytes for row in saved)),
-        _zeros(saved),
-        "",
-        "",
-        "",
-    )
-
-
-def _zeros(saved: Sequence[Row]) -> str:
+def _sums(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Cells from the third on: what was saved, bytes of weights; bytes and zeros of what was saved."""
+    saved = [row for row in rows if row.group == SAVED]
     whole = sum(row.num_bytes for row in saved)
-    return f"{sum(row.zeros * row.num_bytes for row in saved) / whole:.0%}" if whole else ""
-
-
-def _blocks(found: Sequence[Row], most: int) -> tuple[Block, ...]:
-    """The blocks of the layers that have a row; the others are in none."""
-    layers = {row.layer: row for row in found}
-    numbers = sorted(layers)
-    own = [layers[number] for number in numbers]
-    made = blocks([r.name for r in own], [r.module for r in own], [r.stage for r in own], most=most)
-    return tuple(
-        dataclasses.replace(block, start=numbers[block.start], end=numbers[block.end - 1] + 1)
-        for block in made
-    )
-
-
-def _plural(kind: str, count: int) -> str:
-    if count == 1:
-        return kind
-    return "indices" if kind == "index" else kind if kind == "other" else f"{kind}s"
-
-
-def _short(name: str, most: int = 32) -> str:
-    """A name short enough for its column; its end tells more than its start."""
-    return name if len(name) <= most else f"..{name[2 - most :]}"
+    weights = sum(row.num_bytes for row in rows) - whole
+    zeros = f"{sum(row.zeros * row.num_bytes for row in saved) / whole:.0%}" if whole else ""
+    return f"{len(saved)} saved, weights {show_bytes(weights)}", "", show_bytes(whole), zeros, "", "", ""

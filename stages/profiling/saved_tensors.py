@@ -18,8 +18,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ..memory.saved_tensor_hooks import ParameterFilter
 from ..torch_private import current_node, memory_id, tree_leaves
 from ..tracing.dataflow import travels
-from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import casting, parts_of, run_layer, run_output
+from ..tracing.tracer import LayerGraph
 from .network_profile import CAST, FEATURES, INDEX, MASK, OTHER, STATISTIC, Intermediate
 
 

@@ -27,13 +27,11 @@ from ..memory.stores import Store
 from ..tracing.dataflow import Value
 from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, run_output
 from ..weight_versions.versions import WeightVersions
-from .boundary import Receive
 from .nan_check import Guard, Watch
-from .reuse import Reuse
-from .run_layers import NO_LAYERS, Observer, walk
+from .run_layers import NO_LAYERS, Observer, Receive, walk
 from .split_backward import Root, Split, of_backward, run
 from .value_routing import Route
-from .weights_first import run_weights_first
+from .weights_first import Reuse, run_weights_first
 
 
 class Frozen:

@@ -16,8 +16,8 @@ from torch import fx
 
 from ...compression.errors import PlanError
 from ..tracing.dataflow import Probe
-from ..tracing.layer_graph import LayerGraph
 from ..tracing.layers import Layer, Traced, is_local
+from ..tracing.tracer import LayerGraph
 
 _UNCHANGING = (bool, int, float, str, type(None))
 

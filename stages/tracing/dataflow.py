@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...compression.errors import PlanError
 from ...compression.geometry import geometry
+from ..meta_watch import Contents
 from ..seeds import drew, generators_of, states_of
 from ..torch_private import (
     HOOKS,
@@ -45,7 +46,6 @@ from ..torch_private import (
 )
 from .layers import Layer, Parts, Traced, is_local, run_layer, tensors_read
 from .object_snapshot import is_foreign
-from .untracked_writes import Contents
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,6 +454,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
 def _record_layer(
     recorder: ProbeRecorder, layer: Layer, index: int, env: dict[fx.Node, Any], parts: Parts, samples: int
 ) -> None:
+    # 1. what the layer may read and write, as it is before
     read = list(recorder.reads(layer.node, [source for _, source in layer.tied]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
     buffers = buffers_at(layer, parts)
@@ -463,12 +464,14 @@ def _record_layer(
     asked = [(t.requires_grad, version_of(t)) for t in tensors]
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
+    # 2. the run
     try:
         with HookWatch() as watch, keeping() as kept:
             env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
+    # 3. chance, and writes: counted by autograd, or seen by the bytes alone
     if drew(recorder.generators, states):
         recorder.random.add(layer.name)
     if runs_own_code(layer, parts):
@@ -491,6 +494,7 @@ def _record_layer(
     for storage in {memory_id(t) for t in changed}:
         recorder.writes.setdefault(storage, []).append(index)
     recorder.written |= {id(t) for t in changed}
+    # 4. who reads which buffer and value
     for name, buffer in buffers.items():
         recorder.accesses.setdefault(memory_id(buffer), (name, set()))[1].add(index)
     for tensor in (t for t in tensors if t.layout == torch.strided):  # a layer may have returned a buffer
@@ -498,6 +502,7 @@ def _record_layer(
             known[1].add(index)
     for number in read:
         recorder.users[number].add(index)
+    # 5. what it made, and which gradients surely come back through it
     recorder.add(layer.node, index, env[layer.node])
     after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
     recorder.gradient_paths[index] = gradient_paths(layer, parts, made=after, read=before)

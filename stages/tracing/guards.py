@@ -18,7 +18,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,13 @@ from torch import nn
 from torch.nn import functional
 
 from ...compression.errors import PlanError
-from ..autocast import autocast_state
-from ..device import CPU
+from ..device import CPU, autocast_state
 from ..torch_private import HOOKS, REGISTERED, hooks_on_all_modules, memory_id
 from .aliases import in_memory_of
 from .capture.reads import ABSENT, ALL, ASKS, DROPPED, Guard, changed_fact, same_to_readers
 from .dataflow import RELU_FUNCTIONS, is_unmodified, may_prove
 from .layers import Traced, parts_of, tensors_read
+from .model_checks import refuse_autocast
 from .object_snapshot import (
     INTERNAL,
     OF_EVERY,
@@ -43,7 +43,6 @@ from .object_snapshot import (
     is_plain,
     written_kinds,
 )
-from .unsupported import refuse_autocast
 
 REMEDY = "set it back, or make the Pipeline anew and load its state_dict()"
 NOT_SETTINGS = OF_EVERY | INTERNAL
@@ -75,9 +74,10 @@ def model_guards(model: nn.Module, reads: Reads, layers: Collection[int]) -> Ite
         start, wanted = f"{path}." if path else "", names.get(path, set[str]())
         if ALL in wanted:
             wanted = {*wanted, *vars(module)}
-            yield Guard.of(f"{start}__dict__", _names_of(weakref.ref(module)))
+            yield Guard.of(f"{start}__dict__", _read_of(module, lambda m: frozenset(vars(m))))
         for name in sorted(wanted - NOT_SETTINGS - {ALL, "forward"} | wanted & {"training"}):
-            yield Guard.of(f"{start}{name}", _attribute_of(weakref.ref(module), name), look, known=known)
+            read = _read_of(module, lambda m, n=name: vars(m).get(n, ABSENT))
+            yield Guard.of(f"{start}{name}", read, look, known=known)
         # An attribute of an object stands before that of its class, and one of a class before that of a base.
         kinds = written_kinds(module)
         data = [name for kind in kinds for name in data_of(kind)]
@@ -92,19 +92,14 @@ def model_guards(model: nn.Module, reads: Reads, layers: Collection[int]) -> Ite
                 yield Guard.of(f"{kind.__name__}.{name}", read, look, known=known)
     for name, parameter in model.named_parameters():
         if ("", ASKS) in reads or (name, ASKS) in reads:
-            yield Guard.of(f"whether {name} requires a gradient", _asks(weakref.ref(parameter)))
+            read = _read_of(parameter, lambda p: p.requires_grad)
+            yield Guard.of(f"whether {name} requires a gradient", read)
 
 
-def _names_of(refer: weakref.ref[nn.Module]) -> Any:
-    return lambda: DROPPED if (module := refer()) is None else frozenset(vars(module))
-
-
-def _attribute_of(refer: weakref.ref[nn.Module], name: str) -> Any:
-    return lambda: DROPPED if (module := refer()) is None else vars(module).get(name, ABSENT)
-
-
-def _asks(refer: weakref.ref[nn.Parameter]) -> Any:
-    return lambda: DROPPED if (parameter := refer()) is None else parameter.requires_grad
+def _read_of(item: Any, get: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Read something of a module or parameter, which may be dropped."""
+    refer = weakref.ref(item)
+    return lambda: DROPPED if (there := refer()) is None else get(there)
 
 
 def torch_guards(*, proves: bool) -> Iterator[Guard]:

@@ -17,14 +17,12 @@ from torch.func import functional_call
 from torch.fx.node import map_arg
 
 from ...compression.errors import PlanError
-from ..autocast import autocast
-from ..device import CPU
+from ..device import CPU, autocast
 from ..torch_private import tree_unflatten
 from .capture.call_spec import Call
 from .capture.capture import Recording
 from .capture.dynamic_shapes import Table, at_size, facts_of, flat, mapped, same_way
-from .capture.nodes import where_of
-from .capture.values import plain
+from .capture.nodes import plain, where_of
 
 _META = torch.device("meta")
 _NOTHING = contextlib.nullcontext()

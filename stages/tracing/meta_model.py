@@ -14,11 +14,10 @@ import torch
 from torch import fx, nn
 
 from ...compression.errors import PlanError
+from ..device import home_of
 from ..meta_watch import META, MetaWatch
-from ..places import home_of
 from .aliases import overlapping
-from .capture.nodes import where_of
-from .capture.values import is_code_of_model
+from .capture.nodes import is_code_of_model, where_of
 from .object_snapshot import REGISTERED, held_tensors, walk
 
 LOADED = "let it do without them, or load the model whole before it is traced (to_empty, load_state_dict)"

@@ -21,18 +21,17 @@ import torch
 from torch import nn
 
 from ...compression.errors import PlanError
-from ..device import device_of
+from ..device import device_of, home_of
 from ..meta_watch import MetaWatch
-from ..places import home_of
 from ..seeds import seeded
 from ..torch_private import memory_id
 from .capture.call_spec import resized
 from .capture.dynamic_shapes import Affine, affine_of, at_size
 from .dataflow import Probe, Value, probe
-from .layer_graph import LayerGraph
 from .layers import Traced, casting, parts_of
-from .leaf_modules import as_written
 from .meta_model import on_meta
+from .model_checks import as_written
+from .tracer import LayerGraph
 from .verify import refuse_written
 
 

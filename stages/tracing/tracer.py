@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import textwrap
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,18 +24,97 @@ from ...compression.errors import PlanError
 from ..device import CPU, device_of
 from ..meta_watch import META
 from ..seeds import seeded
-from .aliases import refuse_cuts, shared, unregistered_views
+from .aliases import Groups, refuse_cuts, shared, unregistered_views
 from .capture.call_spec import Call, Example, fresh, other_data, resized
 from .capture.capture import Captured, Recording, capture, default_leaf
 from .capture.nodes import path_of
 from .dataflow import Probe, probe
 from .guards import traced_state
-from .layer_graph import LayerGraph
 from .layers import Layer, Parts, Traced, casting, is_local, parts_of, run_all, tensor_at
-from .leaf_modules import Leaf, chosen_leaves, is_compiled
-from .meta_model import meta_model, recorded_on, recording_meta, refuse_valueless
-from .unsupported import refuse_autocast, refuse_model, refuse_objects
+from .meta_model import meta_model, on_meta, recorded_on, recording_meta, refuse_valueless
+from .model_checks import Leaf, chosen_leaves, is_compiled, refuse_autocast, refuse_model, refuse_objects
 from .verify import TraceCopy, observe, refuse_difference, run_eager, undrawn
+
+SHOWN = 12  # names of a list that has more are its first and last ones
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGraph:
+    """A recorded model: its two runs, the probe of each at the example's shape, the copy they ran on.
+
+    ``shared``: in the train and in the eval run the tensors that share memory, with the layers that need
+    them: all on one stage. ``written``: the buffers that a forward in train mode writes to. ``model``: the
+    one that was traced; ``state``: all that the trace could read of it.
+
+    A plan carries it to the ``Pipeline`` of its process, without memory; the plan's JSON does not have it."""
+
+    train: Traced
+    eval: Traced
+    train_probe: Probe
+    eval_probe: Probe
+    model_copy: nn.Module
+    example_inputs: tuple[torch.Tensor, ...]
+    fingerprint: str
+    shared: tuple[Groups, Groups]
+    autocast: torch.dtype | None
+    written: frozenset[str]
+    model: weakref.ref[nn.Module]
+    state: tuple[Any, ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers, in the order in which they run."""
+        return tuple(layer.name for layer in self.train.layers)
+
+    def without_memory(self) -> LayerGraph:
+        """Return the same graph around a copy of the model on the meta device."""
+        return dataclasses.replace(self, model_copy=on_meta(self.model_copy))
+
+    def fits(self, model: nn.Module) -> bool:
+        """Return whether ``model`` is the one that was traced, and nothing that a trace reads has changed."""
+        guards = (guard for traced in (self.train, self.eval) for guard in traced.guards)
+        return (
+            self.model() is model
+            and traced_state(model) == self.state
+            and not any(guard.difference() for guard in guards)
+        )
+
+    def __str__(self) -> str:
+        """A summary: its call, what may be cut, what is one layer and why, what was left out, the layers."""
+        call, refused = self.train.call, self.train_probe.refused
+        inputs = [
+            f"{name} {'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}{' whole' * whole}"
+            for name, x, whole in zip(call.names, self.example_inputs, call.whole, strict=True)
+        ]
+        reasons = {reason: self.layers[cut] for cut, reason in reversed(refused.items())}
+        sections = {
+            "called with": inputs,
+            "cuts": [
+                f"allowed behind {len(self.layers) - 1 - len(refused)} of {len(self.layers) - 1} layers"
+            ],
+            "no cut": [f"behind {name}: {reason}" for reason, name in list(reversed(reasons.items()))[:3]],
+            "one layer": _some([f"{name} ({why})" for name, why in self.train.leaves.items()]),
+            "left out": [f"{name}, which no stage could put together again" for name in self.train.dropped],
+            "held to": [f"the example's number of samples: {self.train.fixed}"] if self.train.fixed else [],
+            "layers": [", ".join(_some(list(self.layers)))],
+        }
+        name = type(self.model_copy).__name__
+        title = f"{name}: {len(self.layers)} layers, {len(self.eval.layers)} in eval mode"
+        rows = [_row(heading, text) for heading, texts in sections.items() for text in texts]
+        return "\n".join([title, *rows])
+
+
+def _some(items: list[str]) -> list[str]:
+    """All of a short list; of a long one its ends."""
+    half = SHOWN // 2
+    if len(items) <= SHOWN:
+        return items
+    return [*items[:half], f"... {len(items) - SHOWN} more ...", *items[-half:]]
+
+
+def _row(heading: str, text: str) -> str:
+    start = f"  {heading:<12}"
+    return textwrap.fill(text, 110, initial_indent=start, subsequent_indent=" " * len(start))
 
 
 def trace(
@@ -251,17 +331,6 @@ def _parameter_uses(
     return uses
 
 
-def _refuse_segments(name: str, uses: Iterable[tuple[fx.Node, str | None]]) -> None:
-    """Refuse a parameter whose gradients the plain loop adds one after another: a reentrant checkpoint has a
-    backward of its own."""
-    users = [user for node, inside in uses for user in ((node,) if inside else node.users)]
-    if len({user.meta.get("segment", 0) for user in users}) > 1:
-        raise PlanError(
-            f"{name} is used in a torch.utils.checkpoint with use_reentrant=True and outside of it, so its "
-            "gradient is not added up at once; take use_reentrant=False"
-        )
-
-
 def add_tied_layers(
     root: nn.Module, graph: fx.Graph, tied: Collection[str], constants: Mapping[str, torch.Tensor]
 ) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
@@ -281,10 +350,16 @@ def add_tied_layers(
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     tied_names: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
     for key, uses in _parameter_uses(root, graph, constants).items():
-        if key in names:
-            _refuse_segments(names[key], uses)
-        shared = key in names and (names[key] in tied or len({node for node, _ in uses}) > 1)
-        if not shared:
+        if key not in names:
+            continue
+        # Of several reentrant checkpoints each has a backward, and the plain loop adds one after another.
+        users = [user for node, inside in uses for user in ((node,) if inside else node.users)]
+        if len({user.meta.get("segment", 0) for user in users}) > 1:
+            raise PlanError(
+                f"{names[key]} is used in a torch.utils.checkpoint with use_reentrant=True and outside of "
+                "it, so its gradient is not added up at once; take use_reentrant=False"
+            )
+        if names[key] not in tied and len({node for node, _ in uses}) == 1:
             continue
         with graph.inserting_before(uses[0][0]):
             layer = graph.get_attr(names[key])

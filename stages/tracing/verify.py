@@ -25,8 +25,8 @@ from ..torch_private import memory_id, version_of
 from .aliases import memory_of
 from .capture.call_spec import Call, fresh, other_data
 from .meta_model import needs_values, without_values
+from .model_checks import refuse_resized
 from .object_snapshot import Facts, change, contents, tensors
-from .unsupported import refuse_resized
 
 
 def move(weight: torch.Tensor) -> None:
@@ -114,10 +114,13 @@ def refuse_changes(
     once = once and all(before[path] == after.get(path) for path in weights)
     if once and harmless():
         return False
+    remedy = "return it from forward, write it into a registered buffer (copy_), or switch off what keeps it"
+    if once:
+        remedy = "only the first run does so: call the model once, under torch.no_grad(), before it is traced"
     raise PlanError(
         f"a forward may write to registered buffers alone, found that it changes {changed} "
         f"({change(before.get(changed), after.get(changed))}){author(root, changed)}, which other stages, "
-        f"other ranks and the loss do not see; {_remedy(first_call_only=once)}"
+        f"other ranks and the loss do not see; {remedy}"
     )
 
 
@@ -132,15 +135,6 @@ def author(root: nn.Module, path: str) -> str:
         return ""
     return (
         f" in forward of {type(root.get_submodule(path)).__name__} ({code.co_filename}:{code.co_firstlineno})"
-    )
-
-
-def _remedy(*, first_call_only: bool) -> str:
-    if first_call_only:
-        return "only the first run does so: call the model once, under torch.no_grad(), before it is traced"
-    return (
-        "return it from forward, write it into a registered buffer (copy_), or switch off the option that "
-        "keeps it"
     )
 
 

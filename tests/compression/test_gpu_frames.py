@@ -11,7 +11,7 @@ from penstock.compression import codec
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import header_bytes, header_text, read_header
 from penstock.compression.gpu import frames
-from penstock.stages.work import Work
+from penstock.stages.worker import Work
 
 pytest.importorskip("triton")
 CODECS = ("raw", "zero_value", "exponent", "zero_value+exponent", "narrow", "zero_value+lz4")

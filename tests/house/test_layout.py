@@ -16,10 +16,9 @@ from imports import SCRIPTS, imports_of, names_in, package_of
 import penstock
 
 LOW = (
-    "compression", "stages.autocast", "stages.device", "stages.files", "stages.meta_watch", "stages.places",
-    "stages.record", "stages.seeds", "stages.split_inputs", "stages.tensor_file", "stages.torch_private",
-    "stages.units",
-    "stages.work", "stages.worker",
+    "compression", "stages.device", "stages.files", "stages.meta_watch", "stages.record",
+    "stages.safetensors_io", "stages.seeds", "stages.split_inputs", "stages.torch_private", "stages.units",
+    "stages.worker",
 )  # fmt: skip
 STAGE = ("stages.tracing", "stages.memory", "stages.weight_versions", "stages.stage")
 PIPELINE = tuple(f"pipeline.{room}" for room in ("schedules", "distributed", "optimizer", "runtime", "data"))

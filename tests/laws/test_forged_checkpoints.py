@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 import penstock
 from penstock.pipeline import checkpoint
-from penstock.stages.tensor_file import checksum
+from penstock.stages.safetensors_io import checksum
 
 CASE = Case(model="mlp", cuts=2, optimizer="adam", steps=2, scheduler=True)
 VALUES = [None, True, -1, 0, 1 << 70, 1.5, float("nan"), "x", "", [], {}, [1], {"a": 1}]

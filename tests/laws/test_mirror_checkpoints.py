@@ -11,7 +11,7 @@ import penstock
 from penstock.pipeline.checkpoint import Checkpoint, Saving
 from penstock.pipeline.runtime import ownership
 from penstock.stages.memory.evictable_tensor import EvictableTensor
-from penstock.stages.tensor_file import TensorFile
+from penstock.stages.safetensors_io import TensorFile
 
 ONE = 64 * 64 * 4  # bytes of the weights of a layer
 TARGETS = torch.zeros(8, 64)

@@ -14,7 +14,7 @@ from zoo import build
 
 import penstock
 from penstock.scripts import command
-from penstock.stages import tensor_file
+from penstock.stages import safetensors_io
 
 TIED = Case(model="gpt_tied", cuts=3, optimizer="adamw", steps=3)
 
@@ -60,7 +60,7 @@ def test_the_file_is_that_of_a_finished_run_and_loads_strictly(run, capfd):
     found = load_file("model_step_2.safetensors")
     assert found.keys() == run[2].keys()
     assert all(same_bits(found[name], run[2][name]) for name in found)
-    tensor_file.write_tensors(Path("finished.safetensors"), run[2])
+    safetensors_io.write_tensors(Path("finished.safetensors"), run[2])
     assert Path("finished.safetensors").read_bytes() == Path("model_step_2.safetensors").read_bytes()
     model, _ = build(TIED.model, TIED.dtype, 1)
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(run, capfd):
 
 
 def test_no_more_than_one_tensor_is_held(run, capfd, monkeypatch):
-    read, held = tensor_file.TensorFile.read, []
+    read, held = safetensors_io.TensorFile.read, []
 
     def watched(file, name):
         assert [one for one in held if one() is not None] == []
@@ -102,7 +102,7 @@ def test_no_more_than_one_tensor_is_held(run, capfd, monkeypatch):
         held.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(tensor_file.TensorFile, "read", watched)
+    monkeypatch.setattr(safetensors_io.TensorFile, "read", watched)
     assert exported("run", capfd=capfd)[0] == 0
     assert len(held) == len(run[2])
 

@@ -20,7 +20,7 @@ from penstock.pipeline.run.checkpoints import keeping, write_model
 from penstock.pipeline.run.logs import JsonLog
 from penstock.pipeline.run.metrics import read_lines, step_line
 from penstock.stages.files import refusing, save_json, save_picture, writing
-from penstock.stages.tensor_file import write_tensors
+from penstock.stages.safetensors_io import write_tensors
 
 FULL = "No space left on device"
 ELSEWHERE = "free space there, or choose another folder (a run's is hydra.run.dir=)"

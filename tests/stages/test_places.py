@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock import ConfigError, PlanError
 from penstock.stages import device
-from penstock.stages.device import CPU, CudaDevice, device_of
-from penstock.stages.places import device_given, device_named, home_of
+from penstock.stages.device import CPU, CudaDevice, device_given, device_named, device_of, home_of
 
 
 @pytest.fixture

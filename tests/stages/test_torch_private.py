@@ -6,13 +6,22 @@ import sys
 import torch
 from checkout import ROOT, files
 from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from penstock.stages import torch_private as private
 
-OTHERS = ("stages/memory/", "stages/weight_versions/", "stages/torch_private.py")
+OTHERS = ("stages/torch_private.py",)
 PRIVATE = {"_cdata", "_use_count", "_version", "_base", "_is_view", "_schema", "_parameters", "_buffers"}
-PRIVATE |= {*private.HOOKS, "_compiled_call_impl", "_execution_engine", "_sequence_nr", "_NormBase"}
+PRIVATE |= {"_is_zerotensor", "_new_with_weak_ptr", "_unsafe_preserve_version_counter"}
+PRIVATE |= {
+    *private.HOOKS,
+    "_post_accumulate_grad_hooks",
+    "_compiled_call_impl",
+    "_execution_engine",
+    "_sequence_nr",
+    "_NormBase",
+}
 
 
 def private_names(source: str) -> set[str]:
@@ -75,6 +84,23 @@ def test_one_more_holder_is_counted():
     del view, squared
 
 
+def test_a_storage_is_found_again_while_somebody_holds_it():
+    """Memory that was brought back for one read is there for the next while its reader lives."""
+    tensor = torch.zeros(3)
+    reference = StorageWeakRef(tensor.untyped_storage())
+    found = private.storage_behind(reference)
+    assert found is not None
+    assert private.memory_id(found) == private.memory_id(tensor)
+    del tensor, found
+    assert private.storage_behind(reference) is None
+
+
+def test_zeros_without_memory_are_known():
+    """They are not taken away, as they have nothing to take."""
+    assert private.is_zero_tensor(getattr(torch, "_efficientzerotensor")(3))  # noqa: B009
+    assert not private.is_zero_tensor(torch.zeros(3))
+
+
 def test_a_level_of_functorch_is_known():
     """Its memory is not its own, so nothing is written over it."""
     seen = []
@@ -114,8 +140,13 @@ def test_hooks_of_a_gradient_are_seen():
     """Zeros of a ReLU stop no gradient that somebody looks at."""
     tensor = torch.zeros(2, requires_grad=True)
     assert not private.has_gradient_hooks(tensor)
-    tensor.register_hook(lambda gradient: gradient)
+    handle = tensor.register_hook(lambda gradient: gradient)
+    other = tensor.register_post_accumulate_grad_hook(lambda tensor: None)
     assert private.has_gradient_hooks(tensor)
+    assert [*map(list, private.gradient_hooks(tensor))] == [
+        [handle.id],
+        [other.id],
+    ]  # an offload is first, last
 
 
 def test_the_node_that_runs_is_known():

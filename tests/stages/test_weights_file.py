@@ -9,7 +9,7 @@ from reference import same_bits
 from safetensors.torch import save_file
 
 import penstock
-from penstock.stages.weights_file import WeightsFile
+from penstock.stages.safetensors_io import WeightsFile
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 TENSORS = {str(dtype): (torch.arange(24).reshape(2, 3, 4) % 5).to(dtype) for dtype in DTYPES}

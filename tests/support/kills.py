@@ -107,7 +107,7 @@ def _work(folder, words, rank, surroundings, kill, counts):
 def watch(kill):
     """Count what this process does from now on, and die instead of the n-th of a kind; returns the counts."""
     from penstock.pipeline.runtime.engine import Engine
-    from penstock.stages import files, tensor_file
+    from penstock.stages import files, safetensors_io
 
     seen = collections.Counter()
 
@@ -126,7 +126,7 @@ def watch(kill):
 
     for name, kind in {"_forward": "F", "_backward": "B", "_update": "U", "_evaluate": "evaluation"}.items():
         setattr(Engine, name, counted(kind, getattr(Engine, name)))
-    tensor_file._bytes_of = counted("tensor", tensor_file._bytes_of)
+    safetensors_io._bytes_of = counted("tensor", safetensors_io._bytes_of)
     files.sync = counted("sync", files.sync)
 
     def hook(event, args):

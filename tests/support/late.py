@@ -24,8 +24,7 @@ from penstock.compression.codec import decode, pack_into
 from penstock.compression.frame import header_bytes, read_header, write_header
 from penstock.pipeline.distributed import gpu_transport
 from penstock.stages.device import Device
-from penstock.stages.work import Stream, Work
-from penstock.stages.worker import Worker
+from penstock.stages.worker import Stream, Work, Worker
 
 GARBAGE = 0xA5
 USES: dict[int, list[LateWork]] = {}  # by the place of a buffer: what was submitted with it since it was lent

@@ -26,7 +26,7 @@ from penstock.pipeline.distributed.gpu_transport import Direct
 from penstock.pipeline.runtime import ownership
 from penstock.stages.memory.activations import SavedActivations
 from penstock.stages.stage import stage
-from penstock.stages.stage.reuse import Reuse
+from penstock.stages.stage.weights_first import Reuse
 
 
 def plain_of(case, model, batches, random_layers):

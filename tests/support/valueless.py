@@ -15,7 +15,7 @@ from zoo import build, cross_entropy
 import penstock
 from penstock.pipeline.run.checkpoints import write_model
 from penstock.pipeline.runtime.meter import ResidentMemory
-from penstock.stages.tensor_file import write_tensors
+from penstock.stages.safetensors_io import write_tensors
 
 
 def without_values(model):

@@ -26,7 +26,7 @@ from torch import nn
 
 from ....compression.errors import PlanError
 from ..object_snapshot import Facts, Same, contents, describe, is_plain, walk, written_kinds
-from .values import asking, is_code_of_model, is_our_code
+from .nodes import asking, is_code_of_model, is_our_code
 
 ALL = "__dict__"
 """The attribute that stands for all of a module's own: somebody took the dict that holds them."""

@@ -13,33 +13,133 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...meta_watch import tensors_in
+from ...meta_watch import Contents, tensors_in
 from ...seeds import TURN, drew, states_of
-from ...torch_private import memory_id, paused, pytree, tree_leaves
-from ..object_snapshot import is_plain, walk
-from ..untracked_writes import Contents
-from .dynamic_shapes import called, mapped
-from .nodes import Nodes
-from .patches import (
-    Patches,
-    applying,
-    at_once,
-    bound,
-    is_single,
-    kinds_that_are_called,
-    overridden,
-    wrapped,
+from ...torch_private import (
+    FORWARD_HOOKS,
+    is_compiled_in_place,
+    memory_id,
+    optimized_module,
+    paused,
+    pytree,
+    tree_leaves,
+    wrapped_functions,
 )
+from ..object_snapshot import is_plain, walk
+from .dynamic_shapes import called, mapped
+from .nodes import FACTS, SHAPE, Nodes, node_name, numbers_in, plain
 from .reads import Reads
-from .values import FACTS, SHAPE, node_name, numbers_in, plain
+
+_NOTHING = object()  # stood there: the name is taken away again
+
+
+class Patches:
+    """``wanted``: (class, module or dict of globals, name, what stands there while recording)."""
+
+    def __init__(self, wanted: Iterable[tuple[Any, str, Any]]) -> None:
+        self.wanted = list(wanted)
+        held = [(o if isinstance(o, dict) else vars(o), name) for o, name, _ in self.wanted]
+        self.kept = [names.get(name, _NOTHING) for names, name in held]
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """The block that is recorded."""
+        self._put([new for _, _, new in self.wanted])
+        try:
+            yield
+        finally:
+            self._put(self.kept)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """A block inside it in which everything is as ever."""
+        self._put(self.kept)
+        try:
+            yield
+        finally:
+            self._put([new for _, _, new in self.wanted])
+
+    def _put(self, values: Iterable[Any]) -> None:
+        for (owner, name, _), value in zip(self.wanted, values, strict=True):
+            if isinstance(owner, dict):
+                owner[name] = value
+            elif value is _NOTHING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def is_single(module: nn.Module) -> bool:
+    """Return whether a module of torch.nn runs no code but torch's, so that what it runs asks for no patch:
+    putting them aside for each takes longer than most take to run."""
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not any(True for _ in module.children())
+        and not (any(vars(module)[name] for name in FORWARD_HOOKS) or is_compiled_in_place(module))
+    )
+
+
+def overridden(tensors: Iterable[Any]) -> bool:
+    """Return what torch.overrides.has_torch_function says where nobody records: is one of a kind of its
+    own?"""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return any(type(t) not in plain and hasattr(type(t), "__torch_function__") for t in tensors)
+
+
+def at_once(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
+    """Run what a reentrant checkpoint computes, without dropping and computing it again."""
+    graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
+        return run(*args)
+
+
+def kinds_that_are_called() -> Iterator[type[nn.Module]]:
+    """The classes whose ``__call__`` runs a module."""
+    yield nn.Module
+    compiled = optimized_module()
+    if compiled is not None and "__call__" in vars(compiled):
+        yield compiled
+
+
+Place = tuple[dict[str, Any], str, Callable[..., Any]]
+"""Globals of a file, a name in them, and the function that it stands for."""
+
+
+def wrapped() -> list[Place]:
+    """Return the places of functions that are marked with ``torch.fx.wrap``."""
+    return [(frame, name, frame[name]) for frame, name in wrapped_functions() if callable(frame.get(name))]
+
+
+def bound(functions: Collection[Callable[..., Any]]) -> list[Place]:
+    """Every name of every imported file that stands for one of ``functions``."""
+    return _places(lambda held: any(held is function for function in functions)) if functions else []
+
+
+def applying() -> list[tuple[dict[str, Any], str, type]]:
+    """Every name of every imported file that stands for ``apply`` of an autograd Function, which comes
+    last."""
+    builtin = types.BuiltinMethodType  # compared and not asked: some lazy objects warn when they are
+    places = _places(lambda held: type(held) is builtin and held.__name__ == "apply")
+    owners = [(file, name, getattr(held, "__self__", None)) for file, name, held in places]
+    return [
+        (file, name, own) for file, name, own in owners if isinstance(own, type) and issubclass(own, Function)
+    ]
+
+
+def _places(suits: Callable[[Any], bool]) -> list[Place]:
+    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
+    return [(file, name, held) for file in files for name, held in list(file.items()) if suits(held)]
 
 
 class Buffers:
@@ -172,7 +272,7 @@ class Recorder(Nodes, TorchFunctionMode):
         yield torch, "initial_seed", self._initial_seed
         yield torch.random, "initial_seed", self._initial_seed
         for frame, name, held in (*wrapped(), *bound(self.functions)):
-            yield frame, name, self._opaque_function(name, held)
+            yield frame, name, functools.partial(self._run_function, name, held)
 
     def _initial_seed(self) -> int:
         """Layers are seeded one by one, so only inside of one does the seed say anything."""
@@ -184,11 +284,8 @@ class Recorder(Nodes, TorchFunctionMode):
 
         return called
 
-    def _opaque_function(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self.opaque("call_function", function, name, function, args, kwargs)
-
-        return run
+    def _run_function(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return self.opaque("call_function", function, name, function, args, kwargs)
 
     def _module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.is_unrecorded():
@@ -270,6 +367,7 @@ class Recorder(Nodes, TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """One call of torch."""
+        # 1. what is no node: a layer from within, questions about a shape, properties
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "call")
         if self.quiet or name in FACTS or name == "_set_grad_enabled":
             if name in SHAPE and not self.quiet:
@@ -281,17 +379,20 @@ class Recorder(Nodes, TorchFunctionMode):
             return self._property(func, name, args)
         if any(callable(leaf) and not isinstance(leaf, type) for leaf in tree_leaves((args, kwargs))):
             raise self.unrecordable(f"a function is handed to {name}, which may read what it likes")
+        # 2. the call itself, on real tensors
         given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
         states = states_of(self.generators)
         if self.expects and called(func) == called(self.expects[0][0]):  # nothing can be read of no memory
             result = self.expects.pop(0)[1]
         else:
             result = func(*args, **kwargs)
+        # 3. a buffer that is written to later is read as it is now
         for buffer, before in watched:
             if only_read(buffer, before, result):
                 read = self.node_of(buffer)
                 copied = self.tag(self.graph.call_function(torch.clone, (read,)), None)
                 given = mapped(given, fx.Node, lambda node, r=read, c=copied: c if node is r else node)
+        # 4. a node for what it made, or a guard for what Python read of a tensor
         if tensors_in(result) or plain(result) is None:
             node = self.emit("call_function", func, given, result, node_name(name))
             if drew(self.generators, states):

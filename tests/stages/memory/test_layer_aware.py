@@ -7,7 +7,7 @@ from reference import same_bits
 from saving import Net, Square, gradients
 from torch import nn
 
-from penstock.stages.memory.layer_codecs import LayerAwareCompressor, signs, two_words
+from penstock.stages.memory.packer import LayerAwareCompressor, signs, two_words
 from penstock.stages.memory.saved_storage import row_view, view_of
 
 

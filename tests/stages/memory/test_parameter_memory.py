@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from penstock.compression.errors import StageError
-from penstock.stages.memory.parameter_offload import OffloadedParameters
-from penstock.stages.memory.readers import without_resident
+from penstock.stages.memory.parameter_offload import OffloadedParameters, without_resident
 from penstock.stages.memory.stores import Store
 
 LAYERS: list[Any] = [SimpleNamespace(name=name) for name in "abc"]

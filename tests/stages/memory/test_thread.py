@@ -235,14 +235,10 @@ def test_positions_count_the_layers_of_every_pass():
     assert [line.position(7, 0, layer, reads=True) for layer in range(3)] == [9, 8, 7]
 
 
-def test_a_pass_that_runs_still_reads():
+def test_a_pass_that_runs_still_reads_and_what_none_reads_is_never_read():
     line = Timeline(TWO_STAGES, {0: 3, 1: 2})
     for now, found in (0, [5, 7]), (6, [5, 7]), (7, [7]), (9, [7]), (10, []):
         assert [start for start, _ in line.readings(now)] == found
-
-
-def test_what_no_pass_of_the_program_reads_is_never_read():
-    line = Timeline(TWO_STAGES, {0: 3, 1: 2})
     assert line.next_reading(0, 0, 0) == 7
     assert line.next_reading(0, 0, 10) == NEVER
     assert line.next_reading(0, 1, 0) == NEVER

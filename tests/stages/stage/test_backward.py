@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from traps import NoGradientBack
 
-from penstock.stages.stage.boundary import Receive
+from penstock.stages.stage.run_layers import Receive
 from penstock.stages.stage.split_backward import Split, run
 from penstock.stages.stage.weights_first import run_weights_first
 

@@ -14,10 +14,9 @@ from torch import nn
 
 import penstock
 from penstock.compression.errors import StageError
-from penstock.stages.stage import reuse as reusing
-from penstock.stages.stage.reuse import Reuse, Spare
+from penstock.stages.stage import weights_first as reusing
 from penstock.stages.stage.split_backward import run
-from penstock.stages.stage.weights_first import run_weights_first
+from penstock.stages.stage.weights_first import Reuse, Spare, run_weights_first
 
 ACTIVATIONS = {
     "relu": nn.ReLU,

@@ -15,7 +15,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock
 
 import penstock
-from penstock.stages.tracing.leaf_modules import as_written
+from penstock.stages.tracing.model_checks import as_written
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch's own, while it compiles
