@@ -2,6 +2,7 @@
 
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -94,12 +95,12 @@ def test_a_checkpoint_has_the_shares_and_seconds_in_its_index(tmp_path):
     models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(3)]
 
     def train(world):
-        settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD, "shares": "measured"}
+        settings: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD}
         plans = plan.with_shares([(3, 1)]), plan, plan
-        ways = zip(models, plans, ({}, {}, {"shares": None}), strict=True)
+        ways = zip(models, plans, ("measured", "measured", None), strict=True)
         pipes = [
-            penstock.Pipeline(some[world.rank], one, world=world, **settings | more)
-            for some, one, more in ways
+            penstock.Pipeline(some[world.rank], one, world=world, shares=shares, **settings)
+            for some, one, shares in ways
         ]
         pipes[0].step(x, torch.zeros(16, 8))  # the first, behind which shares stay
         pipes[0].load_balancer.seconds = {0: 1.0, 1: 3.0}
