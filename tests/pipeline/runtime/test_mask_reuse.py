@@ -148,6 +148,7 @@ def seen_in_a_step(case):
     return listening.seen, packs
 
 
+@pytest.mark.slow
 def test_gradients_behind_a_relu_travel_without_zeros():
     seen, _ = seen_in_a_step(Case(model="resnet18", cuts=["relu", "layer1_0_bn1", "layer2_0_relu"]))
     sent = {}
