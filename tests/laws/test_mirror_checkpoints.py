@@ -130,3 +130,11 @@ def test_a_damaged_file_changes_nothing(tmp_path):
     penstock.save(pipe, tmp_path / "three")
     assert part(tmp_path / "three") == part(tmp_path / "two")
     pipe.close()
+
+
+def test_a_parameter_that_was_written_while_it_was_away_is_refused(tmp_path):
+    model, pipe = trained("disk")
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    with pytest.raises(penstock.PenstockError, match="written to while it was not"):
+        penstock.save(pipe, tmp_path)
