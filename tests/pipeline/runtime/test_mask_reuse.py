@@ -148,6 +148,12 @@ def seen_in_a_step(case):
     return listening.seen, packs
 
 
+def test_gradients_behind_a_relu_of_a_small_model_travel_without_zeros():
+    seen, _ = seen_in_a_step(Case(model="mlp", cuts=["_2"]))
+    back = [bool(header.flags & MASKED) for message, _, _, header in seen if message.op.value == "B"]
+    assert back == [True] * 3
+
+
 @pytest.mark.slow
 def test_gradients_behind_a_relu_travel_without_zeros():
     seen, _ = seen_in_a_step(Case(model="resnet18", cuts=["relu", "layer1_0_bn1", "layer2_0_relu"]))
