@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import struct
 from collections.abc import Sequence
 
 import pytest
 import torch
 from frames import crafted
-from guarded import guarded
 from hypothesis import given
 from hypothesis import strategies as st
 from tensors import assert_same, bits_of, decoded, expected_bits, laid_out
@@ -209,18 +207,6 @@ def test_what_is_not_dense_is_refused() -> None:
             encode(tensor)
 
 
-class Wrapper(torch.Tensor):
-    """A tensor around another: sizes and a dtype, but no memory."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
-        raise AssertionError("a codec only asks where the elements are")
-
-
 def freed(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
     tensor.untyped_storage().resize_(num_bytes)
     return tensor
@@ -234,14 +220,13 @@ def fake(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "make",
     [
-        Wrapper,
         fake,
         torch._to_functional_tensor,  # pyright: ignore[reportPrivateImportUsage]
         lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),  # pyright: ignore[reportPrivateImportUsage]
         lambda t: freed(t, 0),
         lambda t: freed(t, t.nbytes - 1),
     ],
-    ids=["wrapper", "fake", "functional", "zeros", "freed", "shrunk"],
+    ids=["fake", "functional", "zeros", "freed", "shrunk"],
 )
 def test_a_tensor_without_its_memory_is_refused(make) -> None:
     with pytest.raises(CodecError, match="memory of its own, found a"):
@@ -294,31 +279,3 @@ def test_names_and_buffers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(CodecError, match="at most 64 dimensions"):
         encode(torch.ones([1] * 65))
     assert not geometry((1 << 30, 1 << 30), (1, 1), 1).travels  # told without a look at 2 ** 60 elements
-
-
-@pytest.mark.parametrize("trials", [1600, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_damaged_payloads_give_the_declared_tensor_or_a_codec_error(trials: int) -> None:
-    """Bits, runs and swaps anywhere behind the header; the frame ends at an unreadable page."""
-    source, refused = random.Random(0), 0
-    cases = [
-        laid_out(dtype, sizes, strides, density=0.4)
-        for dtype in (torch.bool, torch.bfloat16, torch.float32, torch.complex128)
-        for sizes, strides in (([700], [1]), ([5, 900], [1000, 1]), ([3, 200], [2, 3]), ([9000], [1]))
-    ]
-    for tensor in cases:
-        frame = encode(tensor)
-        damaged, whole, start = guarded(frame.numel()), frame.numpy(), header_bytes(tensor.dim())
-        area = damaged.numpy()
-        for _ in range(trials // len(cases)):
-            area[:] = whole
-            for _ in range(source.randint(1, 4)):
-                place = source.randrange(start, len(whole))
-                area[place : place + source.choice([1, 1, 8, 64])] ^= source.randint(1, 255)
-            try:
-                back = decode(damaged)
-            except CodecError:
-                refused += 1
-                continue
-            assert back is not None
-            assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-    assert trials // 10 < refused < trials * 9 // 10

@@ -348,14 +348,3 @@ def test_a_payload_that_contradicts_itself_is_refused() -> None:
 def test_payloads_are_bounded_before_memory_is_taken() -> None:
     sizes = (0, 16, 0), (1 << 40, 16, 1 << 20), (4096, 16, 8192), (4096, 64, 5000), (4096, 16, 5600)
     assert [Exponent().fits(*size) for size in sizes] == [False, False, False, False, True]
-
-
-def test_half_precision_shrinks_by_its_upper_byte(codec: Exponent) -> None:
-    """Five bits of exponent and three of mantissa, and every special number."""
-    halves = torch.randn(1 << 16).half()
-    halves[:4] = torch.tensor([-0.0, float("nan"), float("inf"), 6e-8])
-    words = halves.view(torch.int16).numpy()
-    packed, payload = pack(codec, placed(words), torch.float16)
-    assert words.nbytes / packed.num_bytes > 1.07
-    back = unpack(codec, placed(payload), len(words), torch.float16)
-    np.testing.assert_array_equal(back.view(np.int16), words)

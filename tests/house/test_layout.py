@@ -223,13 +223,6 @@ print(gzip.size, compression.__file__)
     assert run("-c", program).split() == ["14", str(ROOT / "compression" / "__init__.py")]
 
 
-@pytest.mark.slow
-def test_the_suite_collects_in_a_folder_with_a_dot_in_its_name(tmp_path: Path) -> None:
-    tree = run("-m", "pytest", "--collect-only", "-p", "no:cacheprovider", cwd=copy_to(tmp_path / "a.b"))
-    assert "<Module test_layout.py>" in tree
-    assert "<Package" not in tree  # pytest would import the root's __init__.py as a test package called a.b
-
-
 # What may name torch.cuda: what has the device's methods, and the kernels of a GPU.
 CUDA = "stages/device.py stages/memory/copy_stream.py compression/gpu/*.py".split()
 

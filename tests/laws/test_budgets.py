@@ -74,7 +74,11 @@ def differences(state) -> list[str]:
 
 @pytest.mark.parametrize(
     ("schedule", "share"),
-    [("1f1b", "70%"), ("1f1b", "45%"), ("1f1b", "30%"), ("gpipe", "45%"), ("zb_h1", "30%")],
+    [
+        ("gpipe", "45%"),
+        ("zb_h1", "30%"),
+        *(pytest.param("1f1b", share, marks=pytest.mark.slow) for share in ("70%", "45%", "30%")),
+    ],
 )
 def test_a_share_of_the_memory_gives_the_same_bits_and_is_kept_to(schedule, share, tmp_path):
     reports, state, most = trained(tmp_path, stages=2, ranks=1, schedule=schedule, memory=share)

@@ -4,17 +4,12 @@ The moments are drawn with a seed from all that an undisturbed run does: instruc
 that a part is made of, names that are given, old files that go."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
 
 import kills
 import pytest
 from commands import losses, summary
-from processes import ranks_in
 from reference import same_bits
 
 from penstock.pipeline.checkpoint import Checkpoint
@@ -130,26 +125,3 @@ def test_checkpoints_by_the_clock_go_on_with_the_same_bits(whole, tmp_path):
     resumed, said = goes_on(tmp_path, whole, "stages=3 checkpoint.minutes=60")
     assert 3 <= resumed["step"] <= 5
     assert resumed["repeated_steps"] == 5 - resumed["step"]
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_a_run_whose_launcher_was_killed_leaves_nobody_and_goes_on(whole, tmp_path):
-    (tmp_path / "own.py").write_text(kills.OWN)
-    words = f"{kills.JOB} ranks=2 stages=2 epochs=3 hydra.run.dir=run".split()
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "train", *words],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
-        assert launcher.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.002)
-    launcher.kill()
-    launcher.wait()
-    assert not ranks_in(tmp_path)
-    check_what_is_left(tmp_path / "run", whole)
-    goes_on(tmp_path, whole, "stages=2")

@@ -52,7 +52,9 @@ def on_a_rank(case, plan_path, random_layers):
     return [] if right else [f"made {counts}, planned {planned}, deviating {deviating}"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "interleaved"))]
+)
 def test_ranks_make_none_either(ranks, tmp_path, schedule):
     case = Case(model="mlp", cuts=4, ranks=2, schedule=schedule, steps=6)
     assert on_ranks(ranks, on_a_rank, case, tmp_path) == []

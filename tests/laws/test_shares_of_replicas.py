@@ -1,7 +1,6 @@
 """Shares by measured speed on real ranks: who slows down gets less, exact sums have the bits."""
 
 import hashlib
-import json
 import time
 
 import pytest
@@ -93,33 +92,6 @@ def test_a_rank_that_slows_down_gets_less_and_exact_sums_have_the_same_bits(repl
     assert of_slow[SLOW_FROM] > of_slow[SLOW_FROM + 10] == of_slow[-1] == 1
     even = ranks.run(trained, told, None, -1, None, ranks=number)
     assert even[0][1] == rows[0][1]  # no sample is lost or counted twice where shares change
-
-
-def resumed(plan_path, shares, folder):
-    """On a rank: the shares with which a run goes on, and the loss of its next step."""
-    pipe = pipeline(plan_path, shares)
-    penstock.load(pipe, folder)
-    begun = pipe.plan.shares
-    return begun, pipe.num_steps, pipe.step(*next(batches())).loss
-
-
-def test_a_checkpoint_has_the_shares_and_other_numbers_of_replicas_begin_evenly(ranks, tmp_path):
-    folder, paths = str(tmp_path / "kept"), {n: str(tmp_path / f"{n}.json") for n in (1, 2, 3)}
-    for number, path in paths.items():
-        plan_of([number]).save(path)
-    ((course, _), _) = ranks.run(trained, paths[2], "measured", 1, folder, ranks=2)
-    shares = course[-1][1]
-    assert shares == ((5, 1),)
-    index = json.loads((tmp_path / "kept" / "index.json").read_text())
-    assert [stage["shares"] for stage in index["plan"]["stages"]] == [[5, 1]]
-    found = ranks.run(resumed, paths[2], "measured", folder, ranks=2)
-    assert [row[:2] for row in found] == [(shares, STEPS)] * 2
-    assert [row[0] for row in ranks.run(resumed, paths[2], None, folder, ranks=2)] == [((1, 1),)] * 2
-    *_, loss = found[0]
-    for number in (3, 1):
-        found = ranks.run(resumed, paths[number], "measured" if number > 1 else None, folder, ranks=number)
-        assert [row[:2] for row in found] == [(((1,) * number,), STEPS)] * number
-        assert found[0][2] == pytest.approx(loss, rel=1e-5)
 
 
 def disagreeing(plan_path):

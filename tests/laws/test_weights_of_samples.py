@@ -84,10 +84,10 @@ def plan_of(shares, replicas, dtype, weights=()):
     [
         ((29, 3), 2),
         ((32, 0), 2),
-        ((1, 1, 30), 3),
+        pytest.param((1, 1, 30), 3, marks=pytest.mark.slow),
         ((29, 3, 5, 17, 0), [2, 2]),
         ((32, 1, 1, 7, 11, 2), [2, 1]),
-        ((29, 3, 5, 17, 0), [1, 3]),
+        pytest.param((29, 3, 5, 17, 0), [1, 3], marks=pytest.mark.slow),
     ],
     ids=str,
 )

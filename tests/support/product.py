@@ -5,6 +5,7 @@ A case that failed is run again by its own line, which names everything and no s
     python tests/support/product.py "Case(model='mlp', cuts=2, schedule='zb_h1', tier='packed')"
 """
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -234,12 +235,20 @@ def pairs(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[
     while left:
         start = chance.choice(list(left))
         tries = (_filled(dict(start), factors, chance, unsuited, left) for _ in range(TRIES))
-        row = next(filter(None, tries), {})  # where a third factor keeps the two apart: none
-        for pair in (start, *map(frozenset, combinations(row.items(), 2))):
+        rows = itertools.islice(filter(None, tries), CANDIDATES)
+        row = max(rows, key=lambda row: len(left.keys() & pairs_of(row)), default={})  # where a third factor
+        for pair in (start, *pairs_of(row)):  # keeps the two apart: none
             left.pop(pair, None)
         if row:
             yield row
 
+
+def pairs_of(row: dict[str, Any]) -> set[frozenset]:
+    return {frozenset(pair) for pair in combinations(row.items(), 2)}
+
+
+CANDIDATES = 4
+"""Rows of which the one is taken that has most pairs for the first time."""
 
 TRIES = 60
 """Rows that are begun with two values until one has the other factors, too."""

@@ -117,25 +117,6 @@ def test_an_overflow_skips_its_round_or_its_own_update(together, expected):
     assert written(parameters) == expected
 
 
-def test_a_skipped_round_is_one_for_every_stage_and_its_clip():
-    """The plain loop clips what overflowed too: what people read in ``.grad`` is the same."""
-    update, _, parameters = made([of(4), of(float("inf"))], scaler=4.0, clip=1.0)
-    update.step(0)
-    update.step(1)
-    assert update.skipped
-    assert [str(float(torch.as_tensor(parameter.grad))) for parameter in parameters] == ["0.0", "nan"]
-
-
-def test_gradients_can_be_read_until_the_next_step_and_start_from_none():
-    plan, _ = plan_of(Case(model="mlp", cuts=3))
-    model, ((x, y), *_) = build("mlp")
-    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
-    pipe.step(x, y)
-    assert all(p.grad is not None for p in model.parameters())
-    pipe.update.begin()
-    assert all(p.grad is None for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [

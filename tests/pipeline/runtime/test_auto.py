@@ -252,7 +252,7 @@ def flown(case, plan):
     return penstock.in_threads(train, ranks=2)
 
 
-@pytest.mark.parametrize("codec", ["zero_value", "auto"])
+@pytest.mark.parametrize("codec", [pytest.param("zero_value", marks=pytest.mark.slow), "auto"])
 def test_what_flies_changes_while_it_trains_and_no_bit_does(codec):
     case = Case(model="mlp", cuts=["_1"], codec=codec, micro_batches=4, extra_in_flight="auto")
     plan, _ = plan_of(case)

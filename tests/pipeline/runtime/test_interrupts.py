@@ -63,7 +63,7 @@ def test_a_storm_of_interrupts_leaves_whole_steps(tiers, monkeypatch, pytestconf
         states.append(plain.state_dict())
     pipe, _ = pipeline_with_batches(case)
     chance, seen = random.Random(0), set()
-    for _ in range(500 if is_whole(pytestconfig) else 30):
+    for _ in range(500 if is_whole(pytestconfig) else 20):
         faulthandler.dump_traceback_later(60, exit=True)
         if pipe.num_steps == len(states) - 1:
             pipe.load_state_dict(states[0])

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -88,23 +89,29 @@ def test_seconds_go_on_with_a_checkpoint_of_as_many_replicas():
     assert fewer.seconds == {}
 
 
-def test_a_checkpoint_has_the_seconds_in_its_index(tmp_path):
+def test_a_checkpoint_has_the_shares_and_seconds_in_its_index(tmp_path):
     model, x = nn.Linear(6, 8), torch.randn(16, 6)
     plan = partition(profile_of(model, (x[:4],)), stages=1, replicas=2, micro_batches=4)
-    models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(2)]
+    models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(3)]
 
     def train(world):
-        settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD, "shares": "measured"}
-        pipes = [penstock.Pipeline(some[world.rank], plan, world=world, **settings) for some in models]
-        for _ in range(3):
-            pipes[0].step(x, torch.zeros(16, 8))
+        settings: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD}
+        plans = plan.with_shares([(3, 1)]), plan, plan
+        ways = zip(models, plans, ("measured", "measured", None), strict=True)
+        pipes = [
+            penstock.Pipeline(some[world.rank], one, world=world, shares=shares, **settings)
+            for some, one, shares in ways
+        ]
+        pipes[0].step(x, torch.zeros(16, 8))  # the first, behind which shares stay
+        pipes[0].load_balancer.seconds = {0: 1.0, 1: 3.0}
         penstock.save(pipes[0], tmp_path)
-        penstock.load(pipes[1], tmp_path)
-        return [pipe.load_balancer.seconds for pipe in pipes]
+        for pipe in pipes[1:]:
+            penstock.load(pipe, tmp_path)
+        return [(pipe.plan.shares, pipe.load_balancer.seconds) for pipe in pipes]
 
-    for first, second in penstock.in_threads(train, ranks=2, deadline=30):
-        assert first == second
-        assert sorted(first) == [0, 1]
+    for saved, loaded, even in penstock.in_threads(train, ranks=2, deadline=30):
+        assert saved == loaded == (((3, 1),), {0: 1.0, 1: 3.0})
+        assert even[0] == ((1, 1),)
 
 
 @pytest.mark.parametrize(
