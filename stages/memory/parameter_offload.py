@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -26,7 +27,7 @@ from ..torch_private import gradient_hooks, memory_id, version_of
 from ..tracing.dataflow import Probe
 from ..tracing.layers import Layer, Parts, Traced
 from .evictable_tensor import EvictableTensor, TensorStore, hollow, may_leave
-from .saved_storage import TensorView, bytes_around, refuse_written, view_of
+from .saved_storage import TensorView, bytes_around, is_elements, refuse_written, view_of
 from .stores import Store
 
 
@@ -399,6 +400,8 @@ class OffloadedParameters:
         self._soon: list[EvictableParameter] = []  # brought ahead
         self._optimizer: Optimizer | None = None
         self._versions: list[OffloadedVersion] = []
+        # Where gradients of this backward lie, by the identity of their storage.
+        self._gradients: dict[int, list[tuple[StorageWeakRef, int, int, EvictableParameter]]] = {}
         self.peak_bytes = 0
 
     @property
@@ -469,6 +472,7 @@ class OffloadedParameters:
         self.prefetch(-1)
         self._note()
         self._recent.clear()
+        self._gradients.clear()
         self._walks = False
 
     def holds(self, tensor: Tensor) -> bool:
@@ -508,10 +512,30 @@ class OffloadedParameters:
 
     def _added(self, one: EvictableParameter, _: Tensor) -> None:
         self._note()
+        self._refuse_shared_gradient(one)
         one.push_gradient()
         if not self._walks and not self._weights_first:
             self._evict(one)
         self._note()
+
+    def _refuse_shared_gradient(self, one: EvictableParameter) -> None:
+        """Refuse one gradient for two parameters, as of two views of one shape that are added up: every later
+        backward adds to both what is meant for each, as long as they are in one memory.
+        """
+        gradient = one.parameter.grad
+        if gradient is None or not is_elements(gradient):
+            return
+        storage = gradient.untyped_storage()
+        known = self._gradients.setdefault(memory_id(storage), [])
+        first, stop = gradient.data_ptr(), gradient.data_ptr() + gradient.nbytes
+        for reference, start, end, other in known:
+            if other is not one and not reference.expired() and first < end and start < stop:
+                raise StageError(
+                    "offloaded parameters have separate gradients, and autograd gave one tensor to two, of "
+                    f"shapes {tuple(other.memory.like.shape)} and {tuple(gradient.shape)}; read a "
+                    "copy of one in forward (clone), or leave parameters on the device"
+                )
+        known.append((StorageWeakRef(storage), first, stop, one))
 
     @contextlib.contextmanager
     def gradients(self, turn: Turn, *, written: bool) -> Iterator[dict[int, Tensor]]:

@@ -392,3 +392,20 @@ def test_versions_of_offloaded_parameters_wait_where_they_do_and_leave_nothing_b
         assert first.mirror.frames.store.num_bytes // one == 4 * count  # Adam keeps two
     pipe.drain()
     assert first.mirror.frames.store.num_bytes // one == 3 * count
+
+
+class OneGradient(nn.Module):
+    """Two parameters, to which autograd gives one tensor as their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.first.view(64) + self.second.view(64))
+
+
+def test_one_gradient_of_two_parameters_is_refused():
+    pipe = made(nn.Sequential(nn.Linear(64, 64), OneGradient(), nn.Linear(64, 64)), parameters_tier="disk")
+    with pytest.raises(StageError, match=r"one tensor to two, of shapes .*4, 16.*clone"):
+        pipe.step(BATCH, BATCH)
