@@ -586,6 +586,8 @@ class Pipeline:
         self.feed.ran(step)
         reports = self.usage.fill(self.meter.reports, self.meter.spans, rank=self.rank)
         losses = self.replicas.losses(engine.losses)
+        for stage, num_bytes in self.replicas.exchanged_bytes().items():
+            reports[stage].exchanged_bytes = num_bytes
         shares = {index: step.micro_batches[index].share for index in losses}
         mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
         told = gather_reports(self.world, mine, reports, ranks=self.ranks_of_stages, asked=self.asked)

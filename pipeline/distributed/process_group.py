@@ -465,13 +465,17 @@ def _who_is_cut_off(store: Store, rank: int, *, ranks: int, error: Exception) ->
 
 
 class ReplicaGroup:
-    """Those of the ``ranks`` of ``world`` that run ``stage``, this one among them; collective among them."""
+    """Those of the ``ranks`` of ``world`` that run ``stage``, this one among them; collective among them.
+
+    ``num_bytes``: gradients and parameters that this one has given the others, each counted once for every
+    replica that it is for."""
 
     def __init__(self, world: World, ranks: Sequence[int], *, stage: int) -> None:
         assert world.group is not None, "replicas are ranks of their own"
         self.world, self.ranks, self.stage = world, tuple(ranks), stage
         self.place = self.ranks.index(world.rank)
         self.group = part(world.group, self.ranks, deadline=world.deadline)
+        self.num_bytes = 0
 
     @property
     def size(self) -> int:
@@ -481,6 +485,7 @@ class ReplicaGroup:
     def begin_to_add_up(self, numbers: torch.Tensor, *, at: str) -> dist.Work:
         """Begin to sum up real ``numbers`` over the replicas, in place; all of them get the same bits."""
         begun: list[dist.Work] = []
+        self.num_bytes += numbers.nbytes * (self.size - 1)
         self._do(lambda: begun.append(self.group.allreduce([numbers])), at, numbers)
         return begun[0]
 
@@ -489,12 +494,14 @@ class ReplicaGroup:
         options = dist.ReduceOptions()
         options.rootRank = owner
         begun: list[dist.Work] = []
+        self.num_bytes += numbers.nbytes * (owner != self.place)
         self._do(lambda: begun.append(self.group.reduce([numbers], options)), at, numbers)
         return begun[0]
 
     def begin_to_broadcast(self, item: torch.Tensor, source: int, *, at: str) -> dist.Work:
         """Begin to fill ``item`` on all replicas with that of the ``source``-th."""
         begun: list[dist.Work] = []
+        self.num_bytes += item.nbytes * (self.size - 1) * (source == self.place)
         self._do(lambda: begun.append(self.group.broadcast([_raw(item)], _from(source))), at, item)
         return begun[0]
 
@@ -509,6 +516,7 @@ class ReplicaGroup:
     def push(self, item: torch.Tensor, *, source: int, target: int, at: str) -> None:
         """Fill ``item`` of the ``target``-th replica with that of the ``source``-th."""
         if self.place == source:
+            self.num_bytes += item.nbytes
             self._do(lambda: self.group.send([_raw(item)], target, 0).wait(), at, item)
         elif self.place == target:
             self._do(lambda: self.group.recv([_raw(item)], source, 0).wait(), at, item)
@@ -516,6 +524,7 @@ class ReplicaGroup:
     def scatter(self, piece: torch.Tensor, pieces: Sequence[torch.Tensor], source: int, *, at: str) -> None:
         """Fill ``piece`` with the one for this replica of the ``pieces`` that the ``source``-th has."""
         mine = [_raw(one) for one in pieces] if source == self.place else None
+        self.num_bytes += piece.nbytes * (self.size - 1) * (source == self.place)
         self._do(lambda: dist.scatter(_raw(piece), mine, group=self.group, group_src=source), at, piece)
 
     def all_gather(
@@ -525,6 +534,7 @@ class ReplicaGroup:
         new ones.
         """
         rows = [*into] or [torch.empty_like(mine) for _ in self.ranks]
+        self.num_bytes += mine.nbytes * (self.size - 1) * bool(into)  # else no gradients
         self._do(lambda: dist.all_gather([_raw(row) for row in rows], _raw(mine), group=self.group), at, mine)
         return rows
 

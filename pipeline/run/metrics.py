@@ -27,7 +27,8 @@ SAVED = {"bytes_saved_raw": "saved_raw", "bytes_saved_kept": "saved_kept"}
 SECONDS = {
     name: name for name in ("compute_seconds", "waiting_seconds", "exposed_seconds", "held_up_seconds")
 }
-SUMS = SENT | SAVED | SECONDS  # what is written of a stage, and what its report calls it
+EXCHANGED = {"bytes_exchanged": "exchanged_bytes"}
+SUMS = SENT | SAVED | EXCHANGED | SECONDS  # what is written of a stage, and what its report calls it
 MOST = (
     "live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes", "device_bytes",
     *OF_TIERS,
@@ -131,7 +132,7 @@ def summarise(
             raw, sent = (entry[f"bytes_{kind}_{direction}"] for kind in ("raw", "sent"))
             entry[f"ratio_{direction}"] = ratio(raw, sent)
         stages.append(entry)
-    together = {name: sum(entry[name] for entry in stages) for name in SENT | SAVED}
+    together = {name: sum(entry[name] for entry in stages) for name in SENT | SAVED | EXCHANGED}
     for kind in ("raw", "sent"):
         together[f"bytes_{kind}"] = sum(together[f"bytes_{kind}_{way}"] for way in DIRECTIONS)
     return {

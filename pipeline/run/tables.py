@@ -117,6 +117,8 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
     if summary["bytes_saved_raw"]:
         kept = packed(summary["bytes_saved_raw"], summary["bytes_saved_kept"])
         lines.append(f"saved for the backward: {kept}")
+    if summary.get("bytes_exchanged"):
+        lines.append(f"gradients and parameters between replicas: {show_bytes(summary['bytes_exchanged'])}")
     lines += _codecs(summary)
     lines.append(
         f"{summary['steps']} step{'s' * (summary['steps'] != 1)}, {summary['samples']:,} samples in "

@@ -256,6 +256,13 @@ class Replicas:
                         f"{self.updates[stage]}; see that nothing but the pipeline writes to the model"
                     )
 
+    def exchanged_bytes(self) -> dict[int, int]:
+        """Bytes that this replica of each stage has given the others since the last call."""
+        found = {stage: group.num_bytes for stage, group in self.groups.items()}
+        for group in self.groups.values():
+            group.num_bytes = 0
+        return found
+
     def _digests(self, stage: int) -> torch.Tensor:
         """One number for the bytes of each tensor of ``stage``; of offloaded parameters turn by turn."""
         held = self.held(stage)

@@ -29,7 +29,8 @@ class StageReport:
 
     Of all stages of ``rank`` together: the most bytes that each tier had in the step, on a CPU its device
     (``device_tier``) with the frames that lie there; ``grew_bytes``: what of it was new when the step ended
-    and stays; ``held_up_seconds``: waited for room. ``exposed_seconds``: a backward waited for what its
+    and stays; ``held_up_seconds``: waited for room. ``exchanged_bytes``: gradients and parameters that
+    replicas gave each other. ``exposed_seconds``: a backward waited for what its
     stage had moved away. ``worked_seconds``: those of ``compute_seconds`` that are of micro-batches."""
 
     rank: int = 0
@@ -55,6 +56,7 @@ class StageReport:
     compute_seconds: float = 0.0
     worked_seconds: float = 0.0
     waiting_seconds: float = 0.0
+    exchanged_bytes: int = 0
 
     def numbers(self) -> list[float]:
         """All fields, for a collective that knows only numbers; the sum with a StageReport() is itself."""
@@ -68,7 +70,8 @@ class StageReport:
 
 SUMMED = frozenset(
     "forward_raw forward_sent backward_raw backward_sent saved_raw saved_kept exposed_seconds "
-    "compute_seconds worked_seconds waiting_seconds held_up_seconds".split()
+    "compute_seconds worked_seconds waiting_seconds held_up_seconds "
+    "exchanged_bytes".split()
 )
 """What replicas of a stage did together; of the rest, the most that one of them had counts."""
 

@@ -77,9 +77,14 @@ def test_gradients_are_pushed_to_their_owner_and_nowhere_else(monkeypatch):
         push(self, item, source=source, target=target, at=at)
 
     monkeypatch.setattr(ReplicaGroup, "push", counted)
-    on_threads(lambda pipe: None, owner="first")
+
+    def step_again(pipe: Any) -> int:
+        return pipe.step(BATCH, BATCH).stages[0].exchanged_bytes
+
+    exchanged = on_threads(step_again, owner="first")
     assert {pair[:2] for pair in pushed} == {(1, 0)}
-    assert sum(num_bytes for *_, num_bytes in pushed) == 3 * 2 * 12 * ONE  # steps, micro-batches, layers
+    assert sum(num_bytes for *_, num_bytes in pushed) == 4 * 2 * 12 * ONE  # steps, micro-batches, layers
+    assert exchanged == [3 * 12 * ONE] * 2  # and the new values
 
 
 def test_a_step_that_raises_leaves_replicas_that_give_all_back():
