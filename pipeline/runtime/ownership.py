@@ -142,7 +142,10 @@ def make_stages(
     Args:    memory: the thread that moves what their forwards save.
              stores: what all stores of this process are opened with."""
     mirrors = {
-        index: mirror_of(index, own, model=model, plan=plan, steps=steps, stores=stores) for index in own.here
+        index: mirror_of(
+            index, own, model=model, plan=plan, steps=steps, stores=stores, ahead=memory.turns_ahead
+        )
+        for index in own.here
     }
     return {
         index: Stage(
@@ -199,9 +202,16 @@ def disk_of(own: Ownership, plan: Plan, options: DiskOptions, tiers: Tiers) -> D
 
 
 def mirror_of(
-    index: int, own: Ownership, *, model: nn.Module, plan: Plan, steps: Steps, stores: StoreOptions
+    index: int,
+    own: Ownership,
+    *,
+    model: nn.Module,
+    plan: Plan,
+    steps: Steps,
+    stores: StoreOptions,
+    ahead: int,
 ) -> OffloadedParameters | None:
-    """The mirror of the parameters of a stage; None where they stay."""
+    """The mirror of the parameters of a stage, which come ``ahead`` turns early; None where they stay."""
     tier = plan.stages[index].parameters_tier
     if tier == "device":
         return None
@@ -223,4 +233,5 @@ def mirror_of(
         packs=tier == "packed",
         min_bytes=LEAST_MIRRORED,
         weights_first=plan.weights_first,
+        ahead=ahead,
     )

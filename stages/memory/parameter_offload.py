@@ -373,15 +373,16 @@ class OffloadedParameters:
 
     def __init__(
         self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int,
-        weights_first: bool = False,
+        weights_first: bool = False, ahead: int = 1,
     ) -> None:  # fmt: skip
         """Begin with all of them near.
 
         Args:    readers: by name of a layer, in running order, the parameters that it reads.
                  packs: they are packed where that pays.
                  min_bytes: smaller ones stay near, as smaller tensors of an optimizer do.
-                 weights_first: a backward reads a parameter again after its gradient was computed."""
-        self._weights_first = weights_first
+                 weights_first: a backward reads a parameter again after its gradient was computed.
+                 ahead: number of turns that are brought ahead."""
+        self._weights_first, self._ahead = weights_first, ahead
         self.frames, self._min_bytes = TensorStore(store, packs=packs), min_bytes
         self._all: dict[int, EvictableParameter] = {}
         self._by_layer: dict[str, list[EvictableParameter]] = {}
@@ -456,12 +457,19 @@ class OffloadedParameters:
             self._note()
             self.prefetch(max(one.turn for one in wanted) + 1)
 
-    def prefetch(self, turn: int) -> None:
-        """Begin to bring the parameters of a turn that is wanted soon, and in a backward their gradients."""
-        found = self.turns[turn] if 0 <= turn < len(self.turns) else ()
-        before, self._soon = self._soon, [self._all[id(parameter)] for parameter in found]
-        for one in (one for one in before if one.turn != turn):
-            one.forget_prefetched()
+    def prefetch(self, turn: int, *, step: int = 1) -> None:
+        """Begin to bring the parameters of the turns that are wanted soon, and in a backward their gradients.
+
+        Args:    turn: the next one; step: 1 in a forward and an update, -1 in a backward."""
+        self._expect([n for n in range(turn, turn + step * self._ahead, step) if 0 <= n < len(self.turns)])
+
+    def _expect(self, turns: Sequence[int]) -> None:
+        """Begin to bring these turns, in this order, and let go of others that were brought ahead."""
+        before = self._soon
+        self._soon = [self._all[id(parameter)] for turn in turns for parameter in self.turns[turn]]
+        for one in before:
+            if one.turn not in turns:
+                one.forget_prefetched()
         for one in self._soon:
             one.fetch(gradient=not self._walks)
 
@@ -469,7 +477,7 @@ class OffloadedParameters:
         """All of them leave: between two walks, and where one failed."""
         for one in list(self._resident):
             self._evict(one)
-        self.prefetch(-1)
+        self._expect(())
         self._note()
         self._recent.clear()
         self._gradients.clear()
@@ -498,7 +506,7 @@ class OffloadedParameters:
             return
         self._load(one)
         if not self._walks and one.turn not in self._recent:
-            self.prefetch(one.turn - 1)
+            self.prefetch(one.turn - 1, step=-1)
             self._recent.append(one.turn)
             if len(self._recent) > RESIDENT_LAYERS:
                 last = self._recent.pop(0)

@@ -207,6 +207,7 @@ class MemoryThread:
     ) -> None:
         self.tiers = tiers or Tiers()
         self._prefetch = PREFETCH_LAYERS if options.prefetch_layers is None else options.prefetch_layers
+        self.turns_ahead = 1 if options.prefetch_layers is None else options.prefetch_layers
         self._writeout = self._prefetch if options.writeout_layers is None else options.writeout_layers
         self._num_layers = num_layers
         self._worker = Worker("penstock-memory-thread", depth=2)

@@ -96,7 +96,7 @@ def copies(
     if parameters_tier == "device":
         return Copies(parameters=whole + versions, **there)
     if parameters_tier not in leaves:
-        return Copies(parameters=whole, largest=whole, **there)
+        return Copies(parameters=whole + old_versions, largest=whole, **there)  # versions wait where it waits
     return Copies(parameters=0, largest=whole, staying=whole, **there)
 
 

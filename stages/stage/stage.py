@@ -283,7 +283,7 @@ class Stage:
         """Ahead of ``backward``: begin to bring back the parameters that it reads first."""
         if micro_batch in self.running:
             if self.mirror is not None:
-                self.mirror.prefetch(len(self.mirror.turns) - 1)
+                self.mirror.prefetch(len(self.mirror.turns) - 1, step=-1)
             self.weights.fetch(micro_batch)
 
     def set_loss(self, micro_batch: int, weighted_loss: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ def mirror_of(store, **options):
     """A mirror of three parameters, each read by a layer, all of them away."""
     parameters = [nn.Parameter(torch.full((32,), float(i))) for i in range(3)]
     readers = {layer.name: [p] for layer, p in zip(LAYERS, parameters, strict=True)}
-    mirror = OffloadedParameters(store, readers=readers, packs=False, min_bytes=1)
+    mirror = OffloadedParameters(store, readers=readers, packs=False, min_bytes=1, **options)
     mirror.begin()
     mirror.push_all()
     return mirror, parameters
@@ -76,6 +76,23 @@ def test_what_is_brought_ahead_is_let_go_where_it_is_not_wanted():
         assert sum(one.prefetched_bytes for one in mirror._all.values()) == 128
     mirror.settle()
     assert sum(one.prefetched_bytes for one in mirror._all.values()) == 0
+    mirror.close()
+
+
+def test_so_many_layers_are_brought_ahead_in_the_direction_of_the_walk():
+    mirror, _ = mirror_of(FarStore(), ahead=2)
+
+    def ahead():
+        mirror.frames.ahead.drain()
+        return [one.prefetched_bytes for one in mirror._all.values()]
+
+    mirror.layer_done(None, LAYERS[0])
+    assert ahead() == [0, 128, 128]
+    mirror.settle()
+    mirror.prefetch(2, step=-1)
+    assert ahead() == [0, 128, 128]
+    mirror.prefetch(1, step=-1)
+    assert ahead() == [128, 128, 0]
     mirror.close()
 
 
