@@ -101,12 +101,17 @@ class FlatGradients:
         if self.reuses:
             self._spent += spent
 
-    def gather(self, gradients: Gradients) -> dict[torch.dtype, torch.Tensor]:
-        """Copies of the ``gradients`` by place, of all parameters together; raises what ``take`` does."""
-        found = self.buffers()
+    def gather(
+        self, gradients: Gradients, into: dict[torch.dtype, torch.Tensor] | None = None
+    ) -> dict[torch.dtype, torch.Tensor]:
+        """Copies of the ``gradients`` by place, of all parameters together; raises what ``take`` does.
+
+        Args:    into: buffers with others of them, which get those that there are; None: new ones."""
+        found = self.buffers() if into is None else into
         for dtype, offsets in self.offsets.items():
             for place, start in offsets:
-                self.take(found[dtype], place, start, gradients[place])
+                if into is None or gradients[place] is not None:
+                    self.take(found[dtype], place, start, gradients[place])
         return found
 
     def gather_parameters(self, flats: Buffers, one: Slice) -> None:

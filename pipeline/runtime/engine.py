@@ -201,10 +201,7 @@ class Engine:
         assert index is not None
         run = stage.backward if instruction.op is Op.B else stage.backward_inputs
         arrived = self.frames.receive(step, instruction)
-        if instruction.op is Op.B:
-            with self.replicas.backward(stage.index, index):
-                gradients = run(index, arrived)
-        else:
+        with self.replicas.backward(stage.index, index, ends=instruction.op is Op.B):
             gradients = run(index, arrived)
         self.frames.send_outputs(step, instruction, gradients)
         self.frames.release(step, instruction)

@@ -68,10 +68,15 @@ class GradientExchange:
     def keep(self, micro_batch: int) -> None:
         """Take the gradients of a micro-batch, which has just gone backward, so that the next starts anew.
 
-        Args:    micro_batch: ``OWN``: the sum over all that went backward here."""
-        gradients = self._taken()
+        Args:    micro_batch: half of a backward adds to what the other half left; ``OWN``: the sum over all
+                 that went backward here."""
+        gradients, before = self._taken(), self.kept.get(micro_batch)
         if self.mirror is None:
-            self.kept[micro_batch] = self.flat.gather(_in_memory(gradients))
+            buffers = before if isinstance(before, dict) else None
+            self.kept[micro_batch] = self.flat.gather(_in_memory(gradients), buffers)
+        elif isinstance(before, list):
+            pairs = zip(before, gradients, strict=True)
+            self.kept[micro_batch] = [old if new is None else new for old, new in pairs]
         else:
             self.kept[micro_batch] = gradients
 

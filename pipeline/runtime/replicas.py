@@ -149,6 +149,8 @@ class Replicas:
         self.here = own.here
         self.mirrors = {s: stages[s].mirror for s in several}
         self.keeps = bool(several) and plan.exact
+        for stage in several:
+            stages[stage].sums_in_place = not plan.exact
         self.updates = dict.fromkeys(several, 0)
         self.number, self.last = 0, dict[int, int | None]()
 
@@ -178,17 +180,19 @@ class Replicas:
         return _NOTHING if found is None else found.forward(micro_batch)
 
     @contextlib.contextmanager
-    def backward(self, stage: int, micro_batch: int) -> Iterator[None]:
-        """The block in which the gradients of the weights of ``stage`` are computed of ``micro_batch``.
+    def backward(self, stage: int, micro_batch: int, *, ends: bool = True) -> Iterator[None]:
+        """The block of a backward of ``micro_batch`` through ``stage``, or of half of it.
 
-        Exact replicas take them then, so that those of the next micro-batch start anew."""
+        Exact replicas take its gradients then, so that those of the next micro-batch start anew.
+
+        Args:    ends: it is not the first half."""
         if stage not in self.groups:
             yield
         elif self.keeps:
             yield
             for one in self.exchanges[stage]:
                 one.keep(micro_batch)
-        elif micro_batch != self.last[stage] or self.mirrors[stage]:
+        elif not ends or micro_batch != self.last[stage] or self.mirrors[stage]:
             yield
         else:
             with self.exchanges[stage][0].slices.finals():

@@ -175,6 +175,7 @@ class Stage:
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
         self.mirror = mirror
+        self.sums_in_place = True  # gradients of micro-batches; else somebody takes those of each
         self.stores = store is not None or recompute  # what its forwards save is not where autograd put it
         tensors, self.saved = self._tensors(), KeepOnDevice()
         parameters = ParameterFilter(tensors, mirror)
@@ -324,8 +325,9 @@ class Stage:
                 running.split = Split(running.begins(gradients))
                 if running.asks:
                     self._ready(micro_batch)
-                    waiting = [other.split for other in self.running.values() if other.split is not None]
-                    running.split.inputs(self.anchor, release=not self.stores, waiting=waiting[:-1])
+                    others = [other.split for other in self.running.values() if other.split is not None]
+                    waiting = others[:-1] if self.sums_in_place else []
+                    running.split.inputs(self.anchor, release=not self.stores, waiting=waiting)
         except Exception as error:
             raise of_backward(error) from error
         running.loss, running.roots = None, {}

@@ -115,6 +115,10 @@ REGRESSIONS = [
     Case(
         model="mlp", cuts=2, replicas=2, shares=(3, 1, 1, 0), micro_batches=5, exact=True, world="processes"
     ),
+    # Half of a backward gives gradients of batch norms, the other half those of convolutions.
+    Case(
+        model="residual", cuts=2, schedule="zb_h1", replicas=2, micro_batches=5, exact=True, world="processes"
+    ),
     # The codec is chosen anew behind the twelfth step.
     Case(model="gated", cuts=3, codec="auto", tier="packed", steps=14, world="processes"),
     StreamCase(model="gated", cuts=3, codec="auto", micro_batches=2, steps=8),
