@@ -101,3 +101,26 @@ def test_what_cannot_be_cached_is_refused_and_what_lies_in_memory_told(capfd):
     assert "these samples lie in memory" in capfd.readouterr().out
     assert "cache=redis is not known" in refusal(f"{job} cache=redis", capfd)
     assert "cache.backend=foo://x is" in refusal(f"{job} cache=shared cache.backend=foo://x", capfd)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_five_systems_in_one_run(tmp_path):
+    """Stages on ranks, activations and parameters on disk, replicas, a cache by gain, weights first."""
+    path = tmp_path / "s" / "cache.sock"
+    wide = "model.hidden=[256,128] micro_batches=4 batch_size=8 stages=2"
+    on_disk = "memory.tier=disk memory.parameters=disk weights_first=true"
+    plain = train("plain", f"{wide} ranks=1")
+    buffered = f"{wide} schedule=1f1b weights=double_buffered"
+    behind = train("behind", f"{buffered} ranks=1")
+    with broker_thread(path, policy("gain", 12 * PAGE)):
+        cached = f"{on_disk} cache=shared cache.socket={path}"
+        all_five = train("all", f"{wide} {cached} ranks=4 replicas.count=2 replicas.exact=true")
+        streamed = train("streamed", f"{buffered} {cached} ranks=2")
+    assert all_five[:2] == plain[:2]
+    assert streamed[:2] == behind[:2]
+    told = all_five[2]
+    assert told["bytes_exchanged"] > 0
+    assert {row["tier"] for row in told["tiers"]} >= {"device", "disk"}
+    caches = [row["cache"] for row in told["data"] if "cache" in row]
+    assert [cache["hits"] + cache["loads"] for cache in caches] == [32, 32]
