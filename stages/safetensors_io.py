@@ -114,10 +114,14 @@ class _SafetensorsFile:
     damage: str  # a sentence around what was ``found``
     remedy: str
 
-    def _header(self, path: Path) -> tuple[bytes, int]:
-        """Return the first bytes of a file up to its tensors, and the bytes of all of it."""
+    def _header(self, path: Path, *, num_bytes: int | None = None) -> tuple[bytes, int]:
+        """Return the first bytes of a file up to its tensors, and the bytes of all of it.
+
+        Args:    num_bytes: that it must have."""
         with open_regular(path) as file:
             size, begin = path.stat().st_size, file.read(8)
+            if num_bytes not in (None, size):
+                raise self._damaged(f"it has {size:,} bytes of {num_bytes:,}")
             (length,) = struct.unpack("<Q", begin)
             if length > min(size, LONGEST_HEADER):
                 raise ValueError("its header ends behind it")
@@ -167,9 +171,7 @@ class TensorFile(_SafetensorsFile):
     def __init__(self, path: Path, receipt: Receipt) -> None:
         self.path = path
         with self._refusing():
-            begin, size = self._header(path)
-            if size != receipt.num_bytes:
-                raise self._damaged(f"it has {size:,} bytes of {receipt.num_bytes:,}")
+            begin, size = self._header(path, num_bytes=receipt.num_bytes)
             if checksum(begin) != receipt.header:
                 raise self._damaged("its header was altered")
             header = json.loads(begin[8:])

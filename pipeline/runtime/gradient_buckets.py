@@ -74,6 +74,7 @@ class Slices:
         for one, work in zip(self.flat.slices, self.works, strict=True):
             self.group.finish(work, self._numbers(one), at=_AT)
         found, self.buffers = self.buffers, {}
+        self.works, self.taken = [], {}  # they hold memory
         return found
 
     def share_parameters(self) -> None:

@@ -19,12 +19,14 @@ import torch
 from ...compression.errors import StageError
 from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.memory.parameter_offload import OffloadedParameters
+from ...stages.torch_private import version_of
 from ..distributed.process_group import ReplicaGroup
 from ..optimizer.flat import FlatGradients, Gradients
 from ..optimizer.optimizers import Named
 from .gradient_buckets import Slices
 
 Waiting = EvictableTensor | torch.Tensor | None  # a gradient, which may be in a store
+Mark = tuple[Waiting, int]  # a gradient, and how often it was written to
 
 OWN = -1  # in place of a micro-batch: all of this replica
 _SUM = "the sum of the gradients"
@@ -54,23 +56,27 @@ class GradientExchange:
     def begin(self) -> None:
         """A step begins."""
         self.slices.begin()
+        for kept in getattr(self, "kept", {}).values():  # of a step that failed
+            _drop(kept)
         self.kept: dict[int, dict[torch.dtype, torch.Tensor] | list[Waiting]] = {}
         self.has = torch.zeros(len(self.named), dtype=torch.uint8)
         self.like: list[torch.Tensor | None] = [None] * len(self.named)
 
     def forget(self) -> None:
         """Let go of gradients of the step before, which no optimizer took away."""
-        for gradient in self._taken():
-            if isinstance(gradient, EvictableTensor):
-                gradient.drop()
+        _drop(self._taken())
         self.begin()
 
-    def keep(self, micro_batch: int) -> None:
+    def marks(self) -> list[Mark]:
+        """Return what tells, behind the first half of a backward, whose gradients it left alone."""
+        return [(one, version_of(one) if isinstance(one, torch.Tensor) else 0) for one in self._waiting()]
+
+    def keep(self, micro_batch: int, *, unless: Sequence[Mark] = ()) -> None:
         """Take the gradients of a micro-batch, which has just gone backward, so that the next starts anew.
 
         Args:    micro_batch: half of a backward adds to what the other half left; ``OWN``: the sum over all
                  that went backward here."""
-        gradients, before = self._taken(), self.kept.get(micro_batch)
+        gradients, before = self._taken(unless), self.kept.get(micro_batch)
         if self.mirror is None:
             buffers = before if isinstance(before, dict) else None
             self.kept[micro_batch] = self.flat.gather(_in_memory(gradients), buffers)
@@ -115,14 +121,23 @@ class GradientExchange:
         """Return the block in which the values of the parameters are in memory."""
         return contextlib.nullcontext() if self.mirror is None else self.mirror.values(self.turn)
 
-    def _taken(self) -> list[Waiting]:
-        """Take the gradients away from the parameters."""
-        if self.mirror is not None:
-            found = self.mirror.take_gradients(self.turn)
-        else:
+    def _waiting(self) -> list[Waiting]:
+        return (
+            [p.grad for p in self.turn] if self.mirror is None else self.mirror.waiting_gradients(self.turn)
+        )
+
+    def _taken(self, unless: Sequence[Mark] = ()) -> list[Waiting]:
+        """Take the gradients away from the parameters, but for those that still have their mark."""
+        found = self._waiting()
+        if unless:
+            marks = zip(self.marks(), unless, strict=True)
+            found = [None if new[0] is old[0] and new[1] == old[1] else new[0] for new, old in marks]
+        if self.mirror is None:
             check_separate_gradients(self.named)
-            found: list[Waiting] = [parameter.grad for parameter in self.turn]
-            for parameter in self.turn:
+        for parameter, gradient in zip(self.turn, found, strict=True):
+            if gradient is not None and self.mirror is not None:
+                self.mirror.take_gradients([parameter])
+            elif gradient is not None:
                 parameter.grad = None
         self._note(found)
         return found
@@ -172,6 +187,13 @@ class GradientExchange:
                 if group.place == one.owner and part is not total:
                     total.copy_(part) if not micro_batch else total.add_(part)
         return found
+
+
+def _drop(gradients: object) -> None:
+    """Forget what a store has of gradients."""
+    for one in gradients if isinstance(gradients, list) else ():
+        if isinstance(one, EvictableTensor):
+            one.drop()
 
 
 def _in_memory(gradients: Sequence[Waiting]) -> Gradients:

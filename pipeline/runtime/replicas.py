@@ -2,8 +2,8 @@
 
 Every micro-batch counts with its share of the whole batch, which its loss was multiplied by, so the gradient
 of the batch is a plain sum over the replicas: nothing is averaged, and a replica may have had nothing to do.
-Where the sum is exact, each replica keeps its gradients micro-batch by micro-batch, and the owner of each
-slice of the buffer adds them in ascending order, as the plain loop does: the same bits."""
+Where the sum is exact, each replica keeps its gradients micro-batch by micro-batch, and one of them adds each
+part of the buffer in ascending order, as the plain loop does: the same bits."""
 
 from __future__ import annotations
 
@@ -189,9 +189,10 @@ class Replicas:
         if stage not in self.groups:
             yield
         elif self.keeps:
+            marks = [() if ends else one.marks() for one in self.exchanges[stage]]
             yield
-            for one in self.exchanges[stage]:
-                one.keep(micro_batch)
+            for one, before in zip(self.exchanges[stage], marks, strict=True):
+                one.keep(micro_batch, unless=before)
         elif not ends or micro_batch != self.last[stage] or self.mirrors[stage]:
             yield
         else:

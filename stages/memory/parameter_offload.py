@@ -271,9 +271,14 @@ class EvictableParameter:
             self._gradient.drop()
             self._gradient = None
 
+    @property
+    def gradient(self) -> EvictableTensor | Tensor | None:
+        """Its gradient, as it waits."""
+        return self.parameter.grad if self._gradient is None else self._gradient
+
     def take_gradient(self) -> EvictableTensor | Tensor | None:
         """Hand over its gradient, which waits where it is."""
-        found = self.parameter.grad if self._gradient is None else self._gradient
+        found = self.gradient
         self.parameter.grad = self._gradient = None
         return found
 
@@ -282,8 +287,9 @@ class EvictableParameter:
         if isinstance(gradient, EvictableTensor):
             self._gradient = gradient
             return
-        self._gradient = EvictableTensor(self._frames, gradient)
-        self.looked_at(gradient, written=True)
+        plain = gradient.resolve_conj().resolve_neg()
+        self._gradient = EvictableTensor(self._frames, plain)
+        self.looked_at(plain, written=True)
 
     # -- its versions -------------------------------------------------------------------------------------
 
@@ -292,7 +298,7 @@ class EvictableParameter:
         """The place of its values in the store."""
         return self._memory
 
-    def exchange(self, memory: EvictableTensor) -> EvictableTensor:
+    def swap(self, memory: EvictableTensor) -> EvictableTensor:
         """Have its values, which are not resident, be those of ``memory``; return where the others are."""
         with self._lock:
             before, self._memory = self._memory, memory
@@ -300,7 +306,7 @@ class EvictableParameter:
 
     def uncounted(self) -> None:
         """Forget the count of writes since it left."""
-        self._version = self.parameter._version
+        self._version = version_of(self.parameter)
 
     # -- all of it, to be written -------------------------------------------------------------------------
 
@@ -347,13 +353,13 @@ class OffloadedVersion:
     def in_place(self) -> Iterator[None]:
         """The block in which layers read these values."""
         self._mirror.evict_all()
-        newest = {one: one.exchange(memory) for one, memory in self.memories.items()}
+        newest = {one: one.swap(memory) for one, memory in self.memories.items()}
         try:
             yield
         finally:
             self._mirror.evict_all()
             for one, memory in newest.items():
-                one.exchange(memory)
+                one.swap(memory)
 
     def drop(self) -> None:
         """Nobody reads it again."""
@@ -559,6 +565,10 @@ class OffloadedParameters:
     def take_gradients(self, turn: Turn) -> list[EvictableTensor | Tensor | None]:
         """Hand over the gradients of ``turn``, which wait where they are; the parameters have none then."""
         return [self._all[id(p)].take_gradient() for p in turn]
+
+    def waiting_gradients(self, turn: Turn) -> list[EvictableTensor | Tensor | None]:
+        """Return the gradients of ``turn``, which wait where they are and stay there."""
+        return [self._all[id(p)].gradient for p in turn]
 
     def give_gradients(self, turn: Turn, gradients: Sequence[EvictableTensor | Tensor | None]) -> None:
         """Have these be the gradients of ``turn``, and wait in the store; they had none."""

@@ -313,10 +313,12 @@ class LatestWeights(WeightVersions):
         """The block in which an optimizer writes the parameters; what the next update has begun goes on.
 
         Gradients start from None: sums that start from zeros lose -0.0."""
-        with preserve_version_counter(tuple(self.written)):
-            yield
-        if self.mirror is not None:
-            self.mirror.uncounted()
+        try:
+            with preserve_version_counter(tuple(self.written)):
+                yield
+        finally:
+            if self.mirror is not None:
+                self.mirror.uncounted()
         self.gathering += self.begun is None
         _discard(self._exchange_gradients(self.begun))
         self.begun = None

@@ -1,5 +1,6 @@
 """Law L1 where parameters are in a mirror, that few of them are near, and what is refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -409,3 +410,48 @@ def test_one_gradient_of_two_parameters_is_refused():
     pipe = made(nn.Sequential(nn.Linear(64, 64), OneGradient(), nn.Linear(64, 64)), parameters_tier="disk")
     with pytest.raises(StageError, match=r"one tensor to two, of shapes .*4, 16.*clone"):
         pipe.step(BATCH, BATCH)
+
+
+@pytest.mark.parametrize("weights", ["stashed", "latest"])
+def test_an_update_that_breaks_off_between_versions_leaves_a_mirror_that_gives_all_back(weights):
+    options: dict[str, Any] = {"schedule": "async_1f1b", "weights": weights, "clip_scope": "stage"}
+    model = deep(4)
+    pipe = made(model, parameters_tier="host", **options)
+    state, optimizer = pipe.state_dict(), pipe.update.optimizers[0]
+    step, calls = optimizer.step, []
+
+    def broken() -> None:
+        calls.append(step())
+        if len(calls) == 2:
+            raise RuntimeError("no second layer")
+
+    optimizer.step = broken
+    with pytest.raises(StageError, match="no second layer"):
+        pipe.step(BATCH, BATCH)
+    optimizer.step = step
+    pipe.load_state_dict(state)
+    pipe.close()
+    assert all(same_bits(value, state["model"][name]) for name, value in model.state_dict().items())
+
+
+class Conjugate(nn.Module):
+    """A complex weight, whose gradient autograd leaves as a conjugate view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight.conj()).real
+
+
+def test_gradients_of_complex_parameters_wait_with_their_values():
+    torch.manual_seed(0)
+    model, states = nn.Sequential(nn.Linear(64, 64), Conjugate()), []
+    for tier in ("device", "host"):
+        weights = {"schedule": "1f1b", "weights": "double_buffered", "optimizer": torch.optim.SGD}
+        pipe = made(copy.deepcopy(model), parameters_tier=tier, **weights)
+        for _ in range(3):
+            pipe.step(BATCH, BATCH)
+        states.append(pipe.state_dict()["model"])
+    assert all(same_bits(states[0][name], states[1][name]) for name in states[0])

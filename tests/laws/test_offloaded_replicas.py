@@ -55,6 +55,13 @@ def test_few_of_twelve_layers_are_in_memory_at_a_time_while_gradients_are_exchan
         assert now == buffers == 0
 
 
+def test_buffers_of_gradients_are_gone_behind_a_step():
+    def look(pipe):
+        return [id(one) for one in pipe.replicas.exchanges[0] if one.slices.works or one.slices.taken]
+
+    assert on_threads(look, exact=False) == [[], []]
+
+
 def updates(pipe: Any) -> set[str]:
     return {pipe.update.names[id(p)] for made in pipe.update.optimizers.values() for p in made.state}
 

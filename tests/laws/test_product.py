@@ -119,6 +119,18 @@ REGRESSIONS = [
     Case(
         model="residual", cuts=2, schedule="zb_h1", replicas=2, micro_batches=5, exact=True, world="processes"
     ),
+    # A gradient that no optimizer took away is added to, not replaced, by the half that has its product.
+    Case(
+        model="mlp",
+        cuts=2,
+        schedule="zb_h1",
+        replicas=2,
+        shares=(3, 1, 1, 1),
+        micro_batches=5,
+        exact=True,
+        optimizer="no_biases",
+        world="processes",
+    ),
     # The codec is chosen anew behind the twelfth step.
     Case(model="gated", cuts=3, codec="auto", tier="packed", steps=14, world="processes"),
     StreamCase(model="gated", cuts=3, codec="auto", micro_batches=2, steps=8),

@@ -76,12 +76,12 @@ def test_memory_is_parameters_thrice_old_versions_and_what_is_in_flight():
 @pytest.mark.parametrize("exact", [False, True])
 def test_replicas_are_compared_with_what_they_exchange(exact):
     found = compare(even(2), stages=2, ranks=3, micro_batches=6, replicas="auto", exact=exact)
-    assert set(rows(found)) == {"gpipe", "1f1b"}
+    assert set(rows(found)) == {"gpipe", "1f1b", "zb_h1"}
     for one in found.candidates:
         planned = [stage.memory_bytes for stage in one.plan.stages for _ in stage.ranks]
         assert list(one.memory) == planned, one.name
         assert sum(span.op == "U" for span in one.panel.spans) == 2  # of the two replicas
-    assert "under gpipe and 1f1b, found replicas=auto" in found.left_out["zb_h1"]
+    assert "replicas=auto divides ranks over stages that each have ranks" in found.left_out["zbv"]
 
 
 def test_memory_knows_the_optimizer_and_what_a_tier_leaves():

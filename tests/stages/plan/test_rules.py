@@ -71,9 +71,9 @@ def test_a_second_forward_sees_the_weights_of_the_first():
 
 
 def test_partition_asks_these_rules():
-    mirror: dict[str, Any] = {"parameters_tier": "host"}
+    predicted: dict[str, Any] = {"parameters_tier": "host", "prediction": True}
     again: dict[str, Any] = {"recompute": True}
-    for wishes, subject in ((mirror, "a mirror"), (again, "runs again")):
+    for wishes, subject in ((predicted, "predicted weights"), (again, "runs again")):
         with pytest.raises(PlanError, match=subject):
             partition(NET, stages=2, codec="raw", schedule="async_1f1b", **wishes)
 
