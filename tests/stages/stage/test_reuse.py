@@ -224,7 +224,7 @@ def test_what_is_given_up_is_not_unpacked_again():
     assert packs >= unpacks >= 8
     found = trained(weights_first=True)
     assert abs(found[0] - packs) <= 1
-    assert found[1] <= unpacks + 1  # what is far away when it is read may be on its way, or not yet
+    assert found[1] <= found[0]  # once each; how many were on their way when they were read is chance
     assert all(same_bits(a, b) for a, b in zip(found[2], expected, strict=True))
 
 
