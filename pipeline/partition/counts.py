@@ -41,7 +41,7 @@ def sizes(
     """Return the numbers of stages and ranks, where one of them, or the cuts, may decide both."""
     if layout(schedule) == "custom":
         stages, ranks = _as_placed(placed(program), stages=stages, ranks=ranks)
-    a_rank = 2 if layout(schedule) in ("loop", "vee") else 1
+    a_rank = _stages_a_rank(schedule)
     stages = _num_stages(stages, given, None if ranks is None else ranks * a_rank)
     ranks = stages // a_rank if ranks is None else ranks
     if ranks > stages:
@@ -62,7 +62,7 @@ def replica_counts(
     """Return the number of replicas of each stage, and of ranks without them, None for as many as suit.
 
     A number is that of every stage. ``ranks`` give the number of stages where nothing else does."""
-    a_rank = 1 if layout(schedule) == "neighbours" else 2
+    a_rank = _stages_a_rank(schedule)
     listed = list(replicas) if isinstance(replicas, Sequence) and not isinstance(replicas, str) else None
     for one in [replicas] if listed is None else listed:
         if type(one) is not int or one < 1:
@@ -131,6 +131,10 @@ def check_asked(replicas: object, *, idle: bool, shares: object) -> None:
             f"shares are for stages whose replicas are known, found shares {list(shares)} and "
             f"replicas={replicas}; give replicas= a number for each stage"
         )
+
+
+def _stages_a_rank(schedule: str) -> int:
+    return 2 if layout(schedule) in ("loop", "vee") else 1
 
 
 def _num_stages(stages: int | None, given: Sequence[int] | None, ranks: int | None) -> int:

@@ -109,10 +109,10 @@ def as_one(plan: Plan, num_micro_batches: int, *, extra_in_flight: int) -> list[
 
 
 def _groups(ranks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the stages of one rank of each set of replicas, in the order of their ranks."""
-    found: dict[tuple[int, ...], list[int]] = {tuple(own): [] for own in sorted(map(tuple, ranks))}
+    """Return the stages of one rank of each set of replicas, in the order of their first stages."""
+    found: dict[tuple[int, ...], list[int]] = {}
     for stage, own in enumerate(ranks):
-        found[tuple(own)].append(stage)
+        found.setdefault(tuple(own), []).append(stage)
     return [*found.values()]
 
 
