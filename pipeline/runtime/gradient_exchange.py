@@ -51,21 +51,19 @@ class GradientExchange:
         self.turn = [parameter for _, parameter in named]
         self.flat = FlatGradients(named, pieces=group.size, owners=places, reuses=mirror is None)
         self.slices = Slices(self.flat, group)
+        self.kept: dict[int, dict[torch.dtype, torch.Tensor] | list[Waiting]] = {}
         self.begin()
 
-    def begin(self) -> None:
-        """A step begins."""
-        self.slices.begin()
-        for kept in getattr(self, "kept", {}).values():  # of a step that failed
+    def begin(self, *, forgets: bool = False) -> None:
+        """A step begins; ``forgets``: without gradients of the step before, which no optimizer took away."""
+        for kept in self.kept.values():  # of a step that failed
             _drop(kept)
-        self.kept: dict[int, dict[torch.dtype, torch.Tensor] | list[Waiting]] = {}
+        if forgets:
+            _drop(self._take())
+        self.slices.begin()
+        self.kept = {}
         self.has = torch.zeros(len(self.named), dtype=torch.uint8)
         self.like: list[torch.Tensor | None] = [None] * len(self.named)
-
-    def forget(self) -> None:
-        """Let go of gradients of the step before, which no optimizer took away."""
-        _drop(self._taken())
-        self.begin()
 
     def marks(self) -> list[Mark]:
         """Return what tells, behind the first half of a backward, whose gradients it left alone."""
@@ -76,7 +74,8 @@ class GradientExchange:
 
         Args:    micro_batch: half of a backward adds to what the other half left; ``OWN``: the sum over all
                  that went backward here."""
-        gradients, before = self._taken(unless), self.kept.get(micro_batch)
+        gradients, before = self._take(unless), self.kept.get(micro_batch)
+        self._note(gradients)
         if self.mirror is None:
             buffers = before if isinstance(before, dict) else None
             self.kept[micro_batch] = self.flat.gather(_in_memory(gradients), buffers)
@@ -122,16 +121,17 @@ class GradientExchange:
         return contextlib.nullcontext() if self.mirror is None else self.mirror.values(self.turn)
 
     def _waiting(self) -> list[Waiting]:
-        return (
-            [p.grad for p in self.turn] if self.mirror is None else self.mirror.waiting_gradients(self.turn)
-        )
+        if self.mirror is not None:
+            return self.mirror.waiting_gradients(self.turn)
+        return [parameter.grad for parameter in self.turn]
 
-    def _taken(self, unless: Sequence[Mark] = ()) -> list[Waiting]:
+    def _take(self, unless: Sequence[Mark] = ()) -> list[Waiting]:
         """Take the gradients away from the parameters, but for those that still have their mark."""
-        found = self._waiting()
         if unless:
             marks = zip(self.marks(), unless, strict=True)
             found = [None if new[0] is old[0] and new[1] == old[1] else new[0] for new, old in marks]
+        else:
+            found = self._waiting()
         if self.mirror is None:
             check_separate_gradients(self.named)
         for parameter, gradient in zip(self.turn, found, strict=True):
@@ -139,7 +139,6 @@ class GradientExchange:
                 self.mirror.take_gradients([parameter])
             elif gradient is not None:
                 parameter.grad = None
-        self._note(found)
         return found
 
     def _note(self, gradients: Sequence[Waiting]) -> None:
@@ -182,8 +181,9 @@ class GradientExchange:
                 part = mine[one.dtype][one.start : one.stop] if mine else total
                 if group.place == one.owner != holder and micro_batch:
                     part = torch.empty_like(total)
+                assert one.owner is not None, "somebody updates it"
                 if holder != one.owner:
-                    group.push(part, source=holder, target=one.owner or 0, at=_SUM)
+                    group.push(part, source=holder, target=one.owner, at=_SUM)
                 if group.place == one.owner and part is not total:
                     total.copy_(part) if not micro_batch else total.add_(part)
         return found

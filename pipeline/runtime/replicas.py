@@ -166,9 +166,8 @@ class Replicas:
             named, mirror = self.here[stage], self.mirrors[stage]
             check_hooks(named, known=mirror.hooks if mirror else ())
             for one in self.exchanges[stage]:
-                one.begin()
-                if self.plan.sharded or self.plan.place_of(stage, 0) != group.place:
-                    one.forget()  # one that no optimizer took away counts once, with micro-batch 0
+                # A gradient that no optimizer took away counts once, with micro-batch 0.
+                one.begin(forgets=self.plan.sharded or self.plan.place_of(stage, 0) != group.place)
 
     def holders(self, stage: int) -> list[int]:
         """The place of the replica of ``stage`` that has each micro-batch of the step."""
@@ -179,25 +178,27 @@ class Replicas:
         found = self.statistics.get(stage)
         return _NOTHING if found is None else found.forward(micro_batch)
 
-    @contextlib.contextmanager
-    def backward(self, stage: int, micro_batch: int, *, ends: bool = True) -> Iterator[None]:
+    def backward(
+        self, stage: int, micro_batch: int, *, ends: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
         """The block of a backward of ``micro_batch`` through ``stage``, or of half of it.
-
-        Exact replicas take its gradients then, so that those of the next micro-batch start anew.
 
         Args:    ends: it is not the first half."""
         if stage not in self.groups:
-            yield
-        elif self.keeps:
-            marks = [() if ends else one.marks() for one in self.exchanges[stage]]
-            yield
-            for one, before in zip(self.exchanges[stage], marks, strict=True):
-                one.keep(micro_batch, unless=before)
-        elif not ends or micro_batch != self.last[stage] or self.mirrors[stage]:
-            yield
-        else:
-            with self.exchanges[stage][0].slices.finals():
-                yield
+            return _NOTHING
+        if self.keeps:
+            return self._keeping(stage, micro_batch, ends=ends)
+        if not ends or micro_batch != self.last[stage] or self.mirrors[stage]:
+            return _NOTHING
+        return self.exchanges[stage][0].slices.finals()
+
+    @contextlib.contextmanager
+    def _keeping(self, stage: int, micro_batch: int, *, ends: bool) -> Iterator[None]:
+        """The block behind which the gradients of a micro-batch are taken: those of the next start anew."""
+        marks = [() if ends else one.marks() for one in self.exchanges[stage]]
+        yield
+        for one, before in zip(self.exchanges[stage], marks, strict=True):
+            one.keep(micro_batch, unless=before)
 
     def exchange(self, stage: int) -> None:
         """Make the gradients of ``stage`` those of the whole batch, where its parameters are updated."""
