@@ -158,10 +158,12 @@ class MirroredUpdate(Update):
             and not (in_turn and self._steps_when_skipped(in_turn.optimizer))
         ):
             return
-        for place, turn in enumerate([*mirror.turns, self._rest[stage]]):
-            if self.divided and not (in_turn and in_turn.has(place)):
-                continue  # another replica updates all of it
-            mirror.prefetch(place + 1)
+        turns = [*mirror.turns, self._rest[stage]]
+        # Of replicas that divide the update, another one updates all of the other turns.
+        ours = [n for n in range(len(turns)) if not self.divided or (in_turn and in_turn.has(n))]
+        for place, following in zip(ours, [*ours[1:], len(turns)], strict=False):
+            turn = turns[place]
+            mirror.prefetch(following)
             with mirror.whole(turn) if place < len(mirror.turns) else contextlib.nullcontext():
                 self._scale(stage, turn)
                 if in_turn is not None:

@@ -12,7 +12,7 @@ Offloaded parameters are exchanged turn by turn, with no other turn of them in m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -113,12 +113,15 @@ class GradientExchange:
 
     def share(self) -> None:
         """Have every replica take each parameter from its owner."""
-        with self.values():
+        pulled = [one for one in self.flat.slices if one.owner != self.group.place]
+        with self.values(fresh={id(self.turn[place]) for one in pulled for place in one.places}):
             self.slices.share_parameters()
 
-    def values(self) -> contextlib.AbstractContextManager[None]:
-        """Return the block in which the values of the parameters are in memory."""
-        return contextlib.nullcontext() if self.mirror is None else self.mirror.values(self.turn)
+    def values(self, *, fresh: Collection[int] = ()) -> contextlib.AbstractContextManager[None]:
+        """Return the block in which the values of the parameters are in memory.
+
+        Args:    fresh: identities of those that are written there before anybody reads them."""
+        return contextlib.nullcontext() if self.mirror is None else self.mirror.values(self.turn, fresh=fresh)
 
     def _waiting(self) -> list[Waiting]:
         if self.mirror is not None:

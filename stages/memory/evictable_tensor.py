@@ -111,12 +111,13 @@ class EvictableTensor:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of ``tensor`` that lies in memory as this one does."""
-        found, row = (
-            new_bytes(self.num_bytes, self._address, self._device),
-            row_view(self.num_bytes, torch.uint8),
-        )
-        row.over(found).copy_(row.over(bytes_around(0, tensor)))
-        return self._view.over(found)
+        found, row = self.empty(), row_view(self.num_bytes, torch.uint8)
+        row.over(bytes_around(0, found)).copy_(row.over(bytes_around(0, tensor)))
+        return found
+
+    def empty(self) -> Tensor:
+        """Return a tensor of any values that lies in memory as this one does."""
+        return self._view.over(new_bytes(self.num_bytes, self._address, self._device))
 
     def fetch(self) -> None:
         """It is wanted soon: have the store begin to bring it."""

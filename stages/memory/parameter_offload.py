@@ -166,14 +166,17 @@ class EvictableParameter:
 
     # -- its values, which are there to be read -----------------------------------------------------------
 
-    def load(self, *, copies: bool = False) -> None:
-        """Its values come; ``copies``: in other memory than the store has.
+    def load(self, *, copies: bool = False, fresh: bool = False) -> None:
+        """Its values come.
 
+        Args:    copies: in other memory than the store has; fresh: memory alone comes, to be written.
         Raises: StageError: it was written to while it was away."""
         self._refuse_written()
         self._frames.ahead.check()
         with self._frames.exposed(), self._lock:
             found, self._prefetched = self._prefetched, None
+            if fresh:
+                found = self._memory.empty()
             values = self._memory.get() if found is None else found
             self.parameter.data = self._memory.copy(values) if copies else values
             self.is_resident, self._soon = True, False
@@ -608,10 +611,12 @@ class OffloadedParameters:
             one.uncounted()
 
     @contextlib.contextmanager
-    def values(self, turn: Turn) -> Iterator[None]:
-        """The block in which the values of ``turn`` are resident, to be read and written."""
+    def values(self, turn: Turn, *, fresh: Collection[int] = ()) -> Iterator[None]:
+        """The block in which the values of ``turn`` are resident, to be read and written.
+
+        Args:    fresh: identities of parameters that are written there before anybody reads them."""
         for parameter in turn:
-            self._load(self._all[id(parameter)])
+            self._load(self._all[id(parameter)], fresh=id(parameter) in fresh)
         yield
         self._note()
         for parameter in turn:
@@ -662,9 +667,9 @@ class OffloadedParameters:
             self._evict(one)
         self._note()
 
-    def _load(self, one: EvictableParameter, *, copies: bool = False) -> None:
+    def _load(self, one: EvictableParameter, *, copies: bool = False, fresh: bool = False) -> None:
         if not one.is_resident:
-            one.load(copies=copies)
+            one.load(copies=copies, fresh=fresh)
             self._resident[one], self._storages[one.storage] = None, one
 
     def _evict(self, one: EvictableParameter) -> None:

@@ -10,6 +10,7 @@ from test_mirror import BATCH, deep, squares
 
 import penstock
 from penstock.pipeline.distributed.process_group import ReplicaGroup
+from penstock.pipeline.runtime.gradient_exchange import GradientExchange
 
 ONE = 64 * 64 * 4  # bytes of a layer's weight
 
@@ -92,6 +93,19 @@ def test_gradients_are_pushed_to_their_owner_and_nowhere_else(monkeypatch):
     assert {pair[:2] for pair in pushed} == {(1, 0)}
     assert sum(num_bytes for *_, num_bytes in pushed) == 4 * 2 * 12 * ONE  # steps, micro-batches, layers
     assert exchanged == [3 * 12 * ONE] * 2  # and the new values
+
+
+def test_values_that_another_replica_wrote_are_not_read_first(monkeypatch):
+    read, share = {0: 0, 1: 0}, GradientExchange.share
+
+    def counted(self: Any) -> None:
+        before = self.mirror.frames.bytes_in if self.mirror else 0
+        share(self)
+        read[self.group.place] += (self.mirror.frames.bytes_in if self.mirror else 0) - before
+
+    monkeypatch.setattr(GradientExchange, "share", counted)
+    on_threads(lambda pipe: None, owner="first")
+    assert read == {0: 3 * 12 * ONE, 1: 0}
 
 
 def test_a_step_that_raises_leaves_replicas_that_give_all_back():
