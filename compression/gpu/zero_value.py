@@ -212,7 +212,6 @@ def pack(
     dtype: torch.dtype | None = None,
     *,
     elsewhere: Tensor | None = None,
-    num_warps: int | None = None,
 ) -> Tensor:
     """Write bitmap, offsets and values; raw where ``ZeroValue`` goes raw, decided on the device.
 
@@ -222,7 +221,7 @@ def pack(
     if parts.values >= num_bytes:
         return pack_raw(words, payload)
     grid, facts = (parts.num_blocks,), new_facts(words.device)
-    launch = options(num_warps or NUM_WARPS[words.element_size()], BLOCK=BLOCK)
+    launch = options(NUM_WARPS[words.element_size()], BLOCK=BLOCK)
     bitmap = payload[: parts.offsets].view(torch.int32)
     offsets = payload[parts.offsets : parts.values].view(torch.int64)
     values = payload[parts.values : num_bytes].view(words.dtype) if elsewhere is None else elsewhere
@@ -245,8 +244,6 @@ def pack_masked(
     payload: Tensor,
     mask: Tensor,
     dtype: torch.dtype | None = None,
-    *,
-    num_warps: int | None = None,
 ) -> Tensor:
     """Write the words at the set bits of ``mask``, zeros among them; all bits set is raw."""
     parts, num_words = sections(words.numel()), words.numel()
@@ -256,7 +253,7 @@ def pack_masked(
     decide_masked[(1,)](offsets, facts, parts.num_blocks, words.nbytes, **constants)
     facts[2:].copy_(checksum_of(mask, num_words))
     values = payload[: words.nbytes].view(words.dtype)
-    launch = options(num_warps or NUM_WARPS[words.element_size()], BLOCK=BLOCK)
+    launch = options(NUM_WARPS[words.element_size()], BLOCK=BLOCK)
     grid = (parts.num_blocks,)
     compact[grid](words, bitmap, offsets, facts, values, values, num_words, **launch)
     return facts
@@ -270,7 +267,6 @@ def unpack(
     mask: Tensor | None = None,
     elsewhere: Tensor | None = None,
     error: Tensor | None = None,
-    num_warps: int | None = None,
 ) -> Tensor:
     """Read bitmap, offsets and values, or values alone by ``mask``, whatever their bytes hold.
 
@@ -286,7 +282,7 @@ def unpack(
     else:
         bitmap, offsets, start = mask.view(torch.int32), _ends(mask, out), 0
     values = payload[start:].view(out.dtype) if elsewhere is None else elsewhere
-    launch = options(num_warps or NUM_WARPS[out.element_size()], BLOCK=BLOCK, EXACT=elsewhere is None)
+    launch = options(NUM_WARPS[out.element_size()], BLOCK=BLOCK, EXACT=elsewhere is None)
     sizes = (len(values), num_words, parts.num_blocks)
     expand[(parts.num_blocks,)](bitmap, offsets, values, out, error, *sizes, **launch)
     return error
