@@ -19,7 +19,7 @@ from ...compression.names import AUTO
 from ...stages.plan.memory_model import Copies, copies, exchanges
 from ...stages.plan.plan import Asked, Plan
 from ...stages.plan.plan_stage import counts_of, split_shares
-from ...stages.plan.validation import check_replicas, streams
+from ...stages.plan.validation import check_replicas, check_statistics, streams
 from ...stages.profiling.network_profile import Profile
 from ...stages.units import parse_bytes, parse_rate, show_bytes
 from ..schedules import schedule_named
@@ -201,6 +201,8 @@ def partition(
         groups = dealt([several[0]] * ranks if fixed else several)
         ranks_of = [groups[place] for place in fixed or range(stages)]
         check_replicas(ranks_of, schedule=schedule, weights=weights, micro_batches=micro_batches)
+        if recompute and max(several) > 1:
+            check_statistics(profile.written)
         weighed = split_shares(shares, ranks_of) if shares else ((),) * stages
     # 3. the schedule's programs, which say what each rank holds at once
     extra = extra_in_flight if isinstance(extra_in_flight, int) else 0

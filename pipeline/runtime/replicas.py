@@ -17,6 +17,7 @@ from torch import nn
 from ...compression.errors import Disagreement, PlanError
 from ...stages.memory.parameter_offload import OffloadedParameters
 from ...stages.plan.plan import Plan
+from ...stages.plan.validation import check_statistics
 from ...stages.stage.stage import Stage
 from ...stages.tracing.layers import is_local
 from ...stages.tracing.tracer import LayerGraph
@@ -92,11 +93,8 @@ def check_replicated(plan: Plan, model: nn.Module, graph: LayerGraph) -> None:
             f"read or write them, found a forward that uses {found[0]} by itself (F.batch_norm, or a class "
             "of one's own); call a module of torch.nn instead, or take one rank a stage"
         )
-    if graph.written and any(stage.recompute for stage in plan.stages):
-        raise PlanError(
-            f"replicas set the running statistics of batch norms aside, found {min(graph.written)} and "
-            "recompute=true; take recompute=false, or one rank a stage"
-        )
+    if any(stage.recompute for stage in plan.stages):
+        check_statistics(graph.written)
 
 
 def _buffers(model: nn.Module, names: Collection[str]) -> set[str]:

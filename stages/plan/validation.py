@@ -5,7 +5,7 @@ words; the policies' own rules come with their rows (``stages/weight_versions/po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ...compression.errors import PlanError
 from ..record import shortened
@@ -83,6 +83,15 @@ def check_again(*, weights: str, prediction: bool) -> None:
             "a forward that runs again must see the weights of the first time, which "
             f"weights={weights}{' with prediction' * prediction} forgets without a flush; take "
             "weights=stashed without prediction, or recompute=false"
+        )
+
+
+def check_statistics(written: Collection[str]) -> None:
+    """Refuse second forwards on replicas of a model that writes to buffers in a forward; raises PlanError."""
+    if written:
+        raise PlanError(
+            f"replicas set the running statistics of batch norms aside, found {min(written)} and "
+            "recompute=true; take recompute=false, or one rank a stage"
         )
 
 

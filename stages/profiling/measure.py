@@ -320,6 +320,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
         leaves=tuple(graph.train.leaves),
         intermediates=seen.intermediates,
         backward_reads=seen.backward_reads,
+        written=tuple(sorted(graph.written)),
         graph=graph.without_memory(),
     )
 

@@ -123,7 +123,8 @@ class Profile:
     is called, None in a profile that does not know: by position. ``leaves``: what was taken as one layer, by
     request or need. ``intermediates``: every storage that layers save, in the order of saving;
     ``backward_reads``: for a layer's number, the parameters and buffers that its backward reads. A profile
-    that does not know has neither. ``graph``: the LayerGraph that was measured, in this process only."""
+    that does not know has neither. ``written``: the buffers that a forward in training writes to.
+    ``graph``: the LayerGraph that was measured, in this process only."""
 
     layers: tuple[LayerProfile, ...]
     values: tuple[ValueProfile, ...]
@@ -139,6 +140,7 @@ class Profile:
     leaves: tuple[str, ...] = ()
     intermediates: tuple[Intermediate, ...] = ()
     backward_reads: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    written: tuple[str, ...] = ()
     graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -134,6 +134,19 @@ def test_the_smallest_budget_of_a_refusal_is_accepted_where_a_forward_cannot_run
     assert not any(stage.recompute for stage in plan.stages)
 
 
+def test_statistics_of_replicas_leave_no_second_forward_to_choose():
+    options = OPEN | {"micro_batches": 4, "replicas": 2, "memory": "70%", "disk_rate": 0, "schedule": "gpipe"}
+    profile = net(packed=99 * KIB)
+    assert partition(profile, stages=1, **options).stages[0].recompute
+    normed = dataclasses.replace(profile, written=("bn.running_mean",))
+    with pytest.raises(TooSmall) as refused:
+        partition(normed, stages=1, **options)
+    plan = partition(normed, stages=1, **options | {"memory": refused.value.needed})
+    assert not plan.stages[0].recompute
+    with pytest.raises(PlanError, match=r"bn\.running_mean"):
+        partition(normed, stages=1, replicas=2, micro_batches=4, recompute=True)
+
+
 def test_what_is_no_share_is_refused():
     for share in ("0%", "101%", "x%", "-5%", "%"):
         with pytest.raises(PlanError, match="is not a share above 0% and up to 100%"):
