@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
+import random
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy
 import torch
 
 from .device import CPU, device_of, is_gpu
@@ -39,6 +42,11 @@ def generators_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.Generator, ...
 def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     """Their states, for ``drew``."""
     return [generator.get_state() for generator in generators]
+
+
+def python_states() -> tuple[object, ...]:
+    """The states of Python's own generator and of NumPy's, to be compared."""
+    return random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 def drew(generators: Sequence[torch.Generator], before: Sequence[torch.Tensor]) -> bool:

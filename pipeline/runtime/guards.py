@@ -16,14 +16,12 @@ Watched are the first step with every shape of a micro-batch, the first after a 
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, FunctionType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...compression.errors import StageError
 from ...stages import memory
 from ...stages.meta_watch import tensors_in, written_by
-from ...stages.seeds import TURN, generators_of, states_of
+from ...stages.seeds import TURN, generators_of, python_states, states_of
 from ...stages.tracing.object_snapshot import OWN_STATE, Facts, change, contents, is_foreign, walk
 from ..schedules.instruction import Instruction, Op
 from .step_planner import Step
@@ -110,7 +108,7 @@ class Guards:
         draws = door == "a backward" or (door == "the loss" and self.replicated)
         found = ((name, getattr(module(), item, None)) for name, module, item in self._places)
         named = {name: tensor for name, tensor in found if isinstance(tensor, Tensor)}
-        before = _random_states(named.values()) if draws else []
+        before = _random_states(named.values()) if draws else ()
         counted = self._counted(door, stage, named, loss)
         with _Watch(self, door, stage, named) as watch:
             yield
@@ -232,8 +230,7 @@ def _is_a_persons(item: object) -> bool:
     return not home.__module__.startswith("penstock.")
 
 
-def _random_states(tensors: Iterable[Tensor]) -> list[bytes | str]:
+def _random_states(tensors: Iterable[Tensor]) -> tuple[object, ...]:
     """The states of torch's generators where ``tensors`` are, of Python's, and of NumPy's."""
     with TURN:
-        states = [state.numpy().tobytes() for state in states_of(generators_of(tensors))]
-        return [*states, repr(random.getstate()), repr(numpy.random.get_state(legacy=False))]
+        return *(state.numpy().tobytes() for state in states_of(generators_of(tensors))), *python_states()

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
 from ...compression.errors import PlanError
 from ..meta_watch import tensors_in, watching
-from ..seeds import generators_of
+from ..seeds import generators_of, python_states
 from ..torch_private import memory_id, version_of
 from .aliases import memory_of
 from .capture.call_spec import Call, fresh, other_data
@@ -141,15 +139,11 @@ def author(root: nn.Module, path: str) -> str:
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
     """Refuse a forward that draws random numbers while it is traced: they would be the same ever after."""
-
-    def states() -> tuple[object, ...]:
-        return random.getstate(), [numpy.asarray(part).tobytes() for part in numpy.random.get_state()]
-
-    before = states()
+    before = python_states()
     try:
         yield
     finally:  # whatever else it is refused for follows from that
-        if states() != before:
+        if python_states() != before:
             raise PlanError(
                 "forward draws random numbers from Python or NumPy, which would be the same ever after; draw "
                 "them with torch, or in a function that is named in leaves="

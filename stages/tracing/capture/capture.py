@@ -21,7 +21,7 @@ from .call_spec import Call, fresh, other_data, resized
 from .dynamic_shapes import Different, moving, refuse_data, same_way
 from .nodes import Unrecordable, path_of, where_of
 from .reads import CodeReads, Guard
-from .recorder import Recorder, flattened
+from .recorder import Applied, Recorder, applying, flattened
 
 _MOST_LEAVES = 64
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -81,15 +81,17 @@ def capture(
     layer.
     """
     runs = _Runs(call, leaf, functions, written)
-    recorder, spec, dropped, code_reads = runs.record(model, copies, example)
+    applied = applying()  # an eager run has imported by now what the model imports in a forward
+    recorder, spec, dropped, code_reads = runs.record(model, copies, example, applied)
     samples = call.samples_of(example)
     sizes = (samples + 1, 2 * samples + 1)
-    moves, fixed = _sizes(recorder.graph, lambda inputs: runs.again(copies(), inputs), call, example, sizes)
+    again = lambda inputs: runs.again(copies(), inputs, applied=applied)  # noqa: E731
+    moves, fixed = _sizes(recorder.graph, again, call, example, sizes)
     for size in {1, samples - 1} - {0, samples, samples + 1} if not fixed else ():
         with contextlib.suppress(Exception):  # that size then is looked at if it ever comes
             same_way(
                 [node for node in recorder.graph.nodes if node.op != "output"],
-                runs.again(copies(), resized(call, example, size)),
+                again(resized(call, example, size)),
                 size,
                 moves,
             )
@@ -145,17 +147,22 @@ class _Runs:
         return recorder.graph
 
     def record(
-        self, model: nn.Module, copies: Callable[..., nn.Module], example: Sequence[torch.Tensor]
+        self,
+        model: nn.Module,
+        copies: Callable[..., nn.Module],
+        example: Sequence[torch.Tensor],
+        applied: Applied,
     ) -> tuple[Recorder, TreeSpec, tuple[str, ...], CodeReads]:
         """Run until two runs on different data and weights are the same calls, with one module more as one
         layer each time they are not."""
         while True:
             model_copy, code_reads = copies(), CodeReads(model)
-            recorder = self.recorder(model_copy, notes=True)
+            recorder = self.recorder(model_copy, notes=True, applied=applied)
             try:
                 with code_reads.watching(lambda recorder=recorder: recorder.quiet):
                     spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
-                other = self.again(copies(shifted=True), other_data(self.call, example))
+                shifted = copies(shifted=True)
+                other = self.again(shifted, other_data(self.call, example), applied=applied)
                 refuse_data(recorder.graph, other, self.call.samples_of(example))
             except (Different, Unrecordable) as failure:
                 self._choose(model, failure)

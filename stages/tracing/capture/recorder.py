@@ -123,23 +123,32 @@ def wrapped() -> list[Place]:
 
 def bound(functions: Collection[Callable[..., Any]]) -> list[Place]:
     """Every name of every imported file that stands for one of ``functions``."""
-    return _places(lambda held: any(held is function for function in functions)) if functions else []
+    wanted = {id(function) for function in functions}
+    files = _files() if wanted else ()
+    return [(file, name, held) for file in files for name, held in list(file.items()) if id(held) in wanted]
 
 
-def applying() -> list[tuple[dict[str, Any], str, type]]:
-    """Every name of every imported file that stands for ``apply`` of an autograd Function, which comes
-    last."""
+Applied = Sequence[tuple[dict[str, Any], str, type]]
+
+
+def applying() -> Applied:
+    """Every name of every imported file that stands for ``apply`` of an autograd Function, which comes last.
+
+    There are a hundred thousand names: it takes several milliseconds."""
     builtin = types.BuiltinMethodType  # compared and not asked: some lazy objects warn when they are
-    places = _places(lambda held: type(held) is builtin and held.__name__ == "apply")
-    owners = [(file, name, getattr(held, "__self__", None)) for file, name, held in places]
+    owners = [
+        (file, name, getattr(held, "__self__", None))
+        for file in _files()
+        for name, held in list(file.items())
+        if type(held) is builtin and held.__name__ == "apply"
+    ]
     return [
         (file, name, own) for file, name, own in owners if isinstance(own, type) and issubclass(own, Function)
     ]
 
 
-def _places(suits: Callable[[Any], bool]) -> list[Place]:
-    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
-    return [(file, name, held) for file in files for name, held in list(file.items()) if suits(held)]
+def _files() -> list[dict[str, Any]]:
+    return [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
 
 
 class Buffers:
@@ -217,7 +226,7 @@ class Recorder(Nodes, TorchFunctionMode):
     ``functions``.
 
     ``written`` are the buffers that the call changes; ``reads`` what it reads outside of layers, where it
-    ``notes`` attributes of modules too."""
+    ``notes`` attributes of modules too. ``applied`` is what ``applying`` found, None: it looks itself."""
 
     def __init__(
         self,
@@ -228,6 +237,7 @@ class Recorder(Nodes, TorchFunctionMode):
         written: Collection[str] = (),
         expects: Sequence[tuple[Any, Any]] = (),
         notes: bool = False,
+        applied: Applied | None = None,
     ) -> None:
         TorchFunctionMode.__init__(self)
         Nodes.__init__(self, model)
@@ -235,6 +245,7 @@ class Recorder(Nodes, TorchFunctionMode):
         self.paths = {module: path for path, module in model.named_modules()}
         self.reads, self.notes = Reads(self.paths, self.is_unrecorded), notes
         self.expects, self.patches = list(expects), Patches(())
+        self.applied = applied
         self.buffers = Buffers(model, written)
 
     @contextlib.contextmanager
@@ -265,7 +276,7 @@ class Recorder(Nodes, TorchFunctionMode):
         if self.notes:
             yield nn.Module, "__getattribute__", self.reads.reader()
         yield torch.autograd.Function, "apply", classmethod(applied)
-        for frame, name, function in applying():
+        for frame, name, function in applying() if self.applied is None else self.applied:
             yield frame, name, functools.partial(applied, function)
         yield torch.jit.ScriptFunction, "__call__", script
         yield torch.overrides, "has_torch_function", overridden
