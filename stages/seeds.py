@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
 import random
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import torch
 
 from .device import CPU, device_of, is_gpu
 from .meta_watch import watching
+from .torch_private import tree_leaves
 
 TURN = threading.RLock()
 """Held by whoever seeds and draws from generators of the process, or exchanges methods of torch; nobody who
@@ -46,7 +46,8 @@ def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
 
 def python_states() -> tuple[object, ...]:
     """The states of Python's own generator and of NumPy's, to be compared."""
-    return random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False))
+    parts = tree_leaves(numpy.random.get_state(legacy=False))
+    return random.getstate(), *(x.tobytes() if isinstance(x, numpy.ndarray) else x for x in parts)
 
 
 def drew(generators: Sequence[torch.Generator], before: Sequence[torch.Tensor]) -> bool:

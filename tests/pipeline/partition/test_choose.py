@@ -141,7 +141,7 @@ def test_statistics_of_replicas_leave_no_second_forward_to_choose():
     normed = dataclasses.replace(profile, written=("bn.running_mean",))
     with pytest.raises(TooSmall) as refused:
         partition(normed, stages=1, **options)
-    plan = partition(normed, stages=1, **options | {"memory": refused.value.needed})
+    plan = partition(normed, stages=1, **{**options, "memory": refused.value.needed})
     assert not plan.stages[0].recompute
     with pytest.raises(PlanError, match=r"bn\.running_mean"):
         partition(normed, stages=1, replicas=2, micro_batches=4, recompute=True)
