@@ -213,9 +213,12 @@ def _refuse_text(typed: str, describe: Description) -> None:
 
 def _try(model: nn.Module, describe: Description, *, typed: str) -> None:
     """Refuse images that the network cannot take, before anything long begins."""
+    shapes = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     try:
         with torch.no_grad():
-            model.eval()(torch.zeros(1, *describe.input_shape))
+            torch.func.functional_call(
+                model.eval(), shapes, (torch.zeros(1, *describe.input_shape, device="meta"),)
+            )
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> None:
     from ..pipeline.run import console  # what brings torch, which a refusal does not wait for
+    from ..pipeline.run.bounded import recorded_without_memory
     from ..pipeline.run.early import ALL
     from ..pipeline.run.planning import compare_schedules, decide, prepare, record, views
     from ..pipeline.run.schedule_comparison import check_order
@@ -36,7 +37,8 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
     samples = prepare(config)
     for note in samples.notes:
         console.warn(note)
-    graph, profile = record(config, samples)
+    found = recorded_without_memory(config, samples) or record(config, samples)
+    profile = found.measure()
     if everything:
         made = compare_schedules(config, profile, folder)
     else:
@@ -44,6 +46,6 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
     check_order(made)
     folder.begin(console.warn)
     folder.save(config, made)
-    lines, shown = views(config, graph, profile, made, folder)
+    lines, shown = views(config, found.graph, profile, made, folder)
     files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else []), *shown]
     print(made, *lines, *map(console.short, files), sep="\n")

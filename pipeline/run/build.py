@@ -10,6 +10,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,14 +37,15 @@ def is_bare(options: Mapping[str, Any]) -> bool:
     return any(options.get(name) for name in SOURCES)
 
 
-def sources(options: Mapping[str, Any]) -> dict[str, Any]:
+def sources(options: Mapping[str, Any], first_values: Path | None = None) -> dict[str, Any]:
     """Return the sources of a model's values as arguments of ``Pipeline``.
 
+    Args:   first_values: where the run has written them, for a model that names no source.
     Raises: ConfigError: a function cannot be imported."""
     init = options.get("init_weights")
     try:
         return {
-            "load_weights": options.get("load_weights"),
+            "load_weights": options.get("load_weights") or first_values,
             "init_weights": pkgutil.resolve_name(init) if init else None,
         }
     except (ImportError, AttributeError, ValueError) as error:
@@ -93,16 +95,20 @@ def samples(options: Mapping[str, Any], *, batch_size: int | None = None) -> Sam
     return samples_of(_call("data", options), batch_size=batch_size, **given)
 
 
-def model(options: Mapping[str, Any], *, describe: Description, seed: int) -> nn.Module:
+def model(
+    options: Mapping[str, Any], *, describe: Description, seed: int, bare: bool | None = None
+) -> nn.Module:
     """Return the network that ``model=`` names, drawn from ``seed`` and told what it asks of the data.
 
+    Args:   bare: without memory for its parameters; None: where the options name a source of its values.
     Raises: ConfigError: the target is unknown, does not take the options, or returns no module.
     """
     torch.manual_seed(seed)
     facts = {"describe": describe, "num_classes": describe.num_classes, "input_shape": describe.input_shape}
     if not describe.num_classes:
         _check_unknown_classes(options)
-    with parameters_on_meta() if is_bare(options) else contextlib.nullcontext():
+    bare = is_bare(options) if bare is None else bare
+    with parameters_on_meta() if bare else contextlib.nullcontext():
         made = _call("model", options, **facts)
     if not isinstance(made, nn.Module):
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ...stages.profiling.measure import measure
 from ...stages.profiling.memory_table import rows, save, table
 from ...stages.profiling.network_profile import Profile
 from ...stages.tracing.capture.call_spec import Example
+from ...stages.tracing.meta_model import has_meta
 from ...stages.tracing.tracer import LayerGraph, trace
 from ...stages.units import is_zero, share_of
 from ..data.samples import Samples
@@ -34,7 +35,6 @@ from ..partition.partition import partition
 from ..schedules.instruction import Span
 from ..schedules.simulate import simulate_spans
 from . import build, console, determinism
-from .build import is_bare
 from .determinism import place
 from .early import program
 from .run_folder import RunFolder
@@ -170,6 +170,18 @@ def decide(
     return plan
 
 
+class Recorded(NamedTuple):
+    """A model, its trace on one micro-batch, and that."""
+
+    model: nn.Module
+    graph: LayerGraph
+    example: Example
+
+    def measure(self) -> Profile:
+        """Return what was measured of the model on the micro-batch."""
+        return measure(self.graph, self.example)
+
+
 def look(
     config: PlanConfig,
     samples: Samples,
@@ -179,7 +191,7 @@ def look(
 ) -> Profile:
     """Return what was measured of the model on one micro-batch; arguments and errors are those of
     ``record``."""
-    return record(config, samples, model=model, autocast=autocast)[1]
+    return record(config, samples, model=model, autocast=autocast).measure()
 
 
 def record(
@@ -188,15 +200,15 @@ def record(
     *,
     model: nn.Module | None = None,
     autocast: torch.dtype | None = None,
-) -> tuple[LayerGraph, Profile]:
-    """Trace and measure the model on one micro-batch.
+) -> Recorded:
+    """Trace the model on one micro-batch.
 
     Args:   model: what the configuration names, where it was made already.
     Raises: PlanError: the model cannot be traced.
     """
     model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
     example, device = example_inputs(config, samples), place(config).torch  # whose seconds count
-    if is_bare(config.model):
+    if has_meta(model):
         example = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, example)
     else:
         model.to(device)
@@ -209,7 +221,7 @@ def record(
         raise PlanError(
             f"{asked} make micro-batches of one sample, too few for a batch norm: {error}"
         ) from error
-    return graph, measure(graph, example)
+    return Recorded(model, graph, example)
 
 
 def partition_options(config: PlanConfig) -> dict[str, Any]:

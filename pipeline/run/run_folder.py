@@ -65,6 +65,7 @@ class RunFolder:
     schedules_picture = _File("schedules.png")  # the simulated step of every schedule, drawn
     shares = _File("shares.jsonl")  # by what weight replicas took micro-batches, from which step on
     model = _File("model.safetensors")  # the trained weights under the plain model's names
+    first_values = _File("first_values.safetensors")  # of the model; only while a run with a budget goes
     checkpoints = _File("checkpoints")  # a folder for each
     errors = _File("errors")  # what failing ranks left; there only if some did
 
@@ -233,6 +234,7 @@ class RunFolder:
                 part.write_bytes(left.read_bytes())
 
     def _remove_parts(self) -> None:
+        self.first_values.unlink(missing_ok=True)
         for folder in (self.path, self.errors, *self.checkpoints.glob("*")):
             remove_parts(folder)
 

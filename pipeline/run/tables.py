@@ -108,6 +108,27 @@ def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None
     return see
 
 
+MARGIN, UNCOUNTED = 1.1, 64 << 20  # of a budget; bytes of libraries, threads and frames
+
+
+def overrun(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]:
+    """Return a function that reports, once for each rank, that its process holds more than its budget."""
+    known: set[int] = set()
+
+    def see(report: Report) -> None:
+        for stage in report.stages:
+            if not plan.memory or stage.rank in known:
+                continue
+            if stage.resident_bytes > MARGIN * plan.memory + UNCOUNTED:
+                known.add(stage.rank)
+                tell(
+                    f"rank {stage.rank} holds {show_bytes(stage.resident_bytes)} more than before the run, "
+                    f"which memory.device={show_bytes(plan.memory)} does not keep to; raise it, or ranks"
+                )
+
+    return see
+
+
 def totals(summary: Mapping[str, Any]) -> list[str]:
     """Return the lines below the table."""
     lines, codec = [], show_codec(summary["codec"])

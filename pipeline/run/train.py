@@ -35,9 +35,10 @@ from ..distributed.processes import StartProcess, start_process
 from ..distributed.threads import start_threads
 from ..pipeline import Pipeline
 from . import build, console, early, torchrun
-from .build import is_bare, sources
+from .bounded import first_values, is_without_memory, make_model, return_freed_memory, write_first_values
+from .build import sources
 from .determinism import place
-from .planning import check_batches, count_updates, decide, disk_options, prepare
+from .planning import Recorded, check_batches, count_updates, decide, disk_options, prepare
 from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
@@ -61,6 +62,7 @@ def train(
     Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
     """
     given = early.check(config, typed)
+    return_freed_memory(config)
     build.check_targets(config)
     build.optimizer(config.optimizer)
     world = torchrun.meet(config) if launched and config.ranks > 1 else None
@@ -72,7 +74,10 @@ def train(
         check_cache(config, samples)
         build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
         source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
-        plan, pipe = build_run(config, samples, given=given, source=source, folder=folder)
+        # Among ranks that torchrun started, every one makes the model: some may be on other machines.
+        recorded = write_first_values(config, samples, folder, start_process) if world is None else None
+        plan, pipe = build_run(config, samples, given=given, source=source, folder=folder, recorded=recorded)
+        del recorded
         folder.begin(console.warn, resumes=source is not None and source.own)
         folder.save(config, plan)
     console.begin(plan, folder.path)
@@ -120,13 +125,17 @@ def build_run(
     folder: RunFolder,
     given: Plan | None = None,
     source: Source | None = None,
+    recorded: Recorded | None = None,
 ) -> tuple[Plan, Pipeline | None]:
     """Return the plan, unless it is ``given`` or that of ``source`` made anew, and the whole pipeline by it.
 
+    Args:   recorded: the model and its trace, where they were made already.
     Raises: PenstockError: the model cannot be trained as asked."""
-    model = build.model(config.model, describe=samples.describe, seed=config.seed)
+    model = recorded.model if recorded else make_model(config, samples, folder)
     plan = given or (source and source.plan(config))
-    plan = plan or decide(config, samples, model=model, autocast=build.autocast(config.autocast))
+    if plan is None:
+        autocast, profile = build.autocast(config.autocast), recorded and recorded.measure()
+        plan = decide(config, samples, model=model, autocast=autocast, profile=profile)
     if source:
         source.compare(config, plan, console.warn)
     config.stages = plan.num_stages
@@ -138,7 +147,7 @@ def rehearse(
 ) -> Pipeline | None:
     """Put the whole pipeline together, to refuse now what a rank would, unless no process is to have it."""
     check_batches(config, plan, samples)
-    if is_bare(config.model) and plan.num_ranks > 1:
+    if is_without_memory(config, folder) and plan.num_ranks > 1:
         return None
     try:
         return assemble(config, plan, samples, model, folder=folder, world=World.alone())
@@ -181,7 +190,7 @@ def assemble(
         memory=build.memory(config.memory),
         disk=disk_options(config, folder),
         shares=MEASURED if config.replicas.shares == MEASURED else None,
-        **sources(config.model),
+        **sources(config.model, first_values(folder)),
     )
 
 
@@ -201,10 +210,11 @@ def join_world(config: TrainConfig, plan: Plan, folder: RunFolder, world: World)
 def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[..., World] = init) -> None:
     """Train as one rank among others, who meet by ``init``."""
     world = init(deadline=config.deadline)
+    return_freed_memory(config)
     with TURN:  # where ranks are threads: what a person's code draws here is its own
         samples = prepare(config)
         # No other reference to the model is kept: the pipeline drops the layers of other ranks.
-        model = [build.model(config.model, describe=samples.describe, seed=config.seed)]
+        model = [make_model(config, samples, folder)]
     given = None if thread_of(world.group) is None else world  # a process knows its own, and leaves it
     pipe = assemble(config, plan, samples, model.pop(), folder=folder, world=given)
     with contextlib.ExitStack() as ends:

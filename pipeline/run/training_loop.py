@@ -37,7 +37,7 @@ from .metrics import Totals, step_line, summarise
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
 from .resume import position, take_over
 from .run_folder import RunFolder
-from .tables import foretell
+from .tables import foretell, overrun
 
 
 class Asked:
@@ -280,7 +280,8 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             totals.load(notes.get("totals"))
             kept.notes = lambda: {"config": options, "totals": vars(totals)}
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
-            see += [foretell(plan, tell), loggers.step, kept.after, asked.after, shares.after]
+            see += [foretell(plan, tell), overrun(plan, tell)]
+            see += [loggers.step, kept.after, asked.after, shares.after]
             more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
             test = run_epochs(pipe, plan, config, ahead, batches, **more)
     pipe.drain()

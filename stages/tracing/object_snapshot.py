@@ -13,8 +13,10 @@ import contextlib
 import contextvars
 import enum
 import functools
+import hashlib
 import itertools
 import random
+import re
 import sys
 import types
 import weakref
@@ -222,6 +224,24 @@ def contents(
             fact = _fact(item) if enters(item) else (type(item), Same(item))
         found[path.removeprefix(".")] = fact
     return found
+
+
+def digest(root: nn.Module) -> str:
+    """A hash of all that ``root`` leads to, of registered tensors the forms alone: the same in every process
+    that makes it alike."""
+    registered = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    lines = []
+    for path, item, before in walk(root):
+        if isinstance(item, torch.Tensor):
+            bits = None if id(item) in registered else (zlib.crc32(_bytes(item)), item.is_meta)
+            fact: object = tuple(item.shape), item.dtype, item.requires_grad, bits
+        elif before is not None or is_plain(item):
+            fact = before if before is not None else item
+        else:
+            state = next((state(item) for kind, state in OWN_STATE.items() if isinstance(item, kind)), None)
+            fact = type(item).__qualname__, state, _buffer(item)
+        lines.append(re.sub(r"\[(\w+) \d+\]", r"[\1]", f"{path} {fact!r}"))  # the order of a set is any
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def tensors(root: nn.Module) -> dict[str, torch.Tensor]:

@@ -58,6 +58,18 @@ def test_a_prediction_is_the_first_step_and_what_it_left():
     assert metrics.predicted_peaks(first) == {"device": 130, "packed": 20, "host": 0, "disk": 7}
 
 
+def test_a_process_that_holds_more_than_its_budget_is_named_once():
+    told, mib = [], 1 << 20
+    see = tables.overrun(dataclasses.replace(PLAN, memory=100 * mib), told.append)
+    for resident in (174 * mib, 175 * mib, 300 * mib):  # 1.1 times as much, and 64 MiB
+        stages = StageReport(rank=1, resident_bytes=resident), StageReport(rank=0, resident_bytes=mib)
+        see(dataclasses.replace(report(), stages=stages))
+    assert [line.partition(" more")[0] for line in told] == ["rank 1 holds 175 MiB"]
+    without = tables.overrun(dataclasses.replace(PLAN, memory=None), told.append)
+    without(dataclasses.replace(report(), stages=stages))
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize(
     ("memory", "packed", "said"),
     [

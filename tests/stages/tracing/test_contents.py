@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.stages.tracing.object_snapshot import change, contents
+from penstock.stages.tracing.object_snapshot import change, contents, digest
 
 
 @dataclasses.dataclass
@@ -218,3 +218,18 @@ def test_facts_tell_values_apart_by_their_bits():
     for _ in range(20_000):  # deeper than Python's stack
         deep = [deep]
     assert len(contents(deep)) == 20_001
+
+
+def test_a_digest_is_that_of_all_but_registered_values():
+    def made(weight=1.0, buffer=1.0, hidden=1.0, order=("a", "b"), count=3):
+        model = model_of([torch.full((2,), hidden)], Base.work)
+        vars(model).update(names=set(order), count=count)
+        model.register_buffer("first", torch.full((2,), buffer))
+        with torch.no_grad():
+            model.a.weight.fill_(weight)
+        return model
+
+    same = digest(made())
+    assert digest(made(weight=2.0, buffer=2.0, order=("b", "a"))) == same
+    for other in (made(hidden=2.0), made(order=("a", "c")), made(count=4)):
+        assert digest(other) != same
