@@ -35,7 +35,7 @@ ELSEWHERE = {
     "pip install jupyterlab && jupyter lab scripts/notebooks/throughput.ipynb": "test_notebook.py",
 }
 RUN = ("penstock", "torchrun")  # whose options are read here; test_launched.py runs torchrun
-EXPORT = "export "  # reads what a run left: test_checkpoint_example.py runs both
+EXPORT = "export "  # reads what the run left whose lines stand above it
 BENCH = "python scripts/bench/"  # test_benches.py reads their options
 CACHE = "cache "  # takes no flags: test_cache_command.py runs all of it
 # What a line needs so that it ends soon; the last of two settings counts.
@@ -143,6 +143,21 @@ def test_a_command_runs(typed, tmp_path):
     small = shlex.split(SHORT) if words[1] == "train" else ["hydra.run.dir=run"]
     small += ["micro_batches=2"] if "program=mine.csv" in words else []
     start(tmp_path, "-m", "penstock.scripts.command", *words[1:], *([] if "--help" in words else small))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_lines_of_a_run_that_survives_follow_each_other(tmp_path):
+    (block,) = [block for block in blocks(README, "") if "checkpoint.every" in block]
+    first, again, export = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    assert again == [*first, "resume=auto"]
+    small = "data.size=16 batch_size=32 micro_batches=4 max_steps=12".split()
+    start(tmp_path, "-m", "penstock", *first, *small)
+    for name in ("summary.json", "model.safetensors"):  # as of one that was killed behind its last step
+        (tmp_path / "runs" / "mine" / name).unlink()
+    assert "goes on behind step 10 of 12" in start(tmp_path, "-m", "penstock", *again, *small)
+    start(tmp_path, "-m", "penstock", *export)
+    assert (tmp_path / "mine.safetensors").is_file()
 
 
 def test_every_schedule_and_policy_has_a_row():
