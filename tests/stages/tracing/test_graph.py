@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from zoo import build
 
 import penstock
-from penstock.stages.tracing.layers import parts_of, run_all
 from penstock.stages.tracing.tracer import trace
 
 
@@ -146,26 +145,3 @@ def test_a_cut_that_would_part_what_is_written_to_is_refused(make, shape, layer,
     assert re.search(reason, graph.train_probe.refused[graph.layers.index(layer)])
     if make is view:
         assert graph.layers.index("linear") not in graph.train_probe.refused
-
-
-TOLD = {2: "tanh"}
-
-
-@torch.fx.wrap
-def best(x):
-    return TOLD[x.dim()]
-
-
-@torch.fx.wrap
-def apply(x, name):
-    return getattr(torch, name)(x)
-
-
-def test_another_python_value_that_a_function_tells_is_held_to_what_it_was(monkeypatch):
-    model = model_of(lambda self, x: apply(self.linear(x), best(x)), linear=nn.Linear(4, 4))
-    graph = trace(model, (torch.randn(3, 4),))
-    parts = parts_of(graph.model_copy, graph.train)
-    run_all(graph.train, parts, (torch.randn(3, 4),))
-    monkeypatch.setitem(TOLD, 2, "relu")
-    with pytest.raises(penstock.PlanError, match=r"read tanh from best .* and now it is relu"):
-        run_all(graph.train, parts, (torch.randn(3, 4),))

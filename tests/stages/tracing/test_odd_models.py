@@ -11,7 +11,6 @@ from reference import same_bits
 from small_pipelines import batch, built, differences, nothing, pipeline_of
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -210,23 +209,6 @@ def test_a_layer_that_detaches_at_times_is_refused(monkeypatch):
     monkeypatch.setitem(DETACHES, "now", False)
     with pytest.raises(penstock.StageError, match="detaching returned a tensor that requires a grad"):
         pipe.step(*batch())
-
-
-@pytest.mark.parametrize("scheduler", [lr_scheduler.StepLR, lr_scheduler.CosineAnnealingLR])
-def test_a_state_carries_the_course_of_the_learning_rate(scheduler):
-    model = of(lambda self, x: self.end(self.b(self.a(x))))()
-
-    def build():
-        ours = copy.deepcopy(model)
-        return pipeline_of(ours, scheduler=lambda optimizer: scheduler(optimizer, 3)), ours
-
-    (whole, expected), (early, _), (late, found) = build(), build(), build()
-    for step in range(6):
-        whole.step(*batch())
-        if step == 4:
-            late.load_state_dict(early.state_dict())
-        (early if step < 4 else late).step(*batch())
-    assert all(map(same_bits, found.parameters(), expected.parameters()))
 
 
 def test_evaluating_keeps_only_what_is_still_read():

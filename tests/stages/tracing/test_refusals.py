@@ -357,16 +357,11 @@ def test_a_wrong_argument_is_refused_at_construction(settings, subject):
         pipeline_of(Two(), **settings)
 
 
-def test_a_loss_scale_is_refused_where_gradients_are_sparse():
-    words = (torch.randint(9, (3,)),)
+@pytest.mark.parametrize("more", [{"optimizer": "plain", "scaler": 8.0}, {"optimizer": "sgd"}], ids=str)
+def test_a_loss_scale_and_a_momentum_are_refused_where_gradients_are_sparse(more):
+    settings = more | {"optimizer": OPTIMIZERS[more["optimizer"]], "example": (torch.randint(9, (3,)),)}
     with pytest.raises(PlanError, match="0 gives sparse ones; make it with sparse=False"):
-        pipeline_of(sparse(False), cuts=["_0"], example=words, optimizer=OPTIMIZERS["plain"], scaler=8.0)
-
-
-def test_a_momentum_is_refused_where_gradients_are_sparse():
-    words = (torch.randint(9, (3,)),)
-    with pytest.raises(PlanError, match="0 gives sparse ones; make it with sparse=False"):
-        pipeline_of(sparse(False), cuts=["_0"], example=words, optimizer=OPTIMIZERS["sgd"])
+        pipeline_of(sparse(False), cuts=["_0"], **settings)
 
 
 X, Y = torch.zeros(9, 6), torch.zeros(9, dtype=torch.long)
