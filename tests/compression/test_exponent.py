@@ -7,11 +7,11 @@ from exponent_twin import BLOCK, encode
 from guarded import guarded
 from hypothesis import example, given
 from hypothesis import strategies as st
+from payloads import packed, unpacked
 from words import at, memory, words_of
 
 from penstock.compression.errors import CodecError
 from penstock.compression.exponent import Exponent, layout, plan_section
-from penstock.compression.geometry import Words
 from penstock.compression.kernels import jit
 from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES, PLANS, kernel_name
 from penstock.compression.raw import Packed
@@ -160,9 +160,9 @@ def test_damage_is_never_followed(kernels: jit.Kernels, bits: int, kind: str) ->
     rng, num_words = np.random.default_rng(bits), 2 * BLOCK + 1000
     words, codec = floats(num_words, bits, kind), Exponent(kernels.isa)
     room = np.zeros(codec.max_bytes(num_words, bits), np.uint8)
-    packed = codec.pack(words_of(words, DTYPES[bits]), at(room))
-    assert packed.codec == "exponent"
-    payload, tail = memory(room[: packed.num_bytes]), layout(num_words, bits, int(room[0])).tail
+    found = codec.pack(words_of(words, DTYPES[bits]), at(room))
+    assert found.codec == "exponent"
+    payload, tail = memory(room[: found.num_bytes]), layout(num_words, bits, int(room[0])).tail
     back, refused = guarded(words.nbytes).numpy().view(words.dtype), 0
     for trial in range(300):
         kept = payload.copy()
@@ -217,33 +217,8 @@ def test_plans_rank_exponents_by_number_then_by_size() -> None:
         assert list(section[16 * level + 16 :][:16]) == table + [0] * (16 - len(table))
 
 
-def placed(data: np.ndarray, before: int = 0) -> np.ndarray:
-    """The same data, ending at an unreadable page or ``before`` bytes in front of it."""
-    room = guarded(data.nbytes + before).numpy()[: data.nbytes]
-    room[:] = data.view(np.uint8)
-    return room
-
-
-def words_at(array: np.ndarray, num_words: int, dtype: torch.dtype) -> Words:
-    return Words(array.ctypes.data, num_words, BITS.get(dtype, 8 * dtype.itemsize), dtype)
-
-
-def pack(
-    codec: Exponent, words: np.ndarray, dtype: torch.dtype, before: int = 0
-) -> tuple[Packed, np.ndarray]:
-    """Pack ``words``, bytes at any address, into just the room that the codec asks for."""
-    num_words = len(words) // dtype.itemsize
-    room = placed(np.full(codec.max_bytes(num_words, 8 * dtype.itemsize), 255, np.uint8), before)
-    packed = codec.pack(words_at(words, num_words, dtype), room.ctypes.data)
-    return packed, room[: packed.num_bytes]
-
-
-def unpack(
-    codec: Exponent, payload: np.ndarray, num_words: int, dtype: torch.dtype, before: int = 0
-) -> np.ndarray:
-    back = placed(np.full(num_words * dtype.itemsize, 9, np.uint8), before)
-    codec.unpack(payload.ctypes.data, len(payload), words_at(back, num_words, dtype))
-    return back
+def tensor_of(words: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(words.view(np.uint8)).view(dtype)
 
 
 def at_the_ends_of_blocks(law):
@@ -261,18 +236,17 @@ def at_the_ends_of_blocks(law):
 def test_any_number_of_words_anywhere(codec: Exponent, num_words: int, before: int, seed: int) -> None:
     """From and to odd addresses; the payload has the bytes of the twin under the plan that was chosen."""
     for dtype, bits in BITS.items():
-        data = floats(num_words, bits, "normal", seed)
-        words = placed(data, before)
-        packed, payload = pack(codec, words, dtype, before)
+        words = floats(num_words, bits, "normal", seed)
+        tensor = tensor_of(words, dtype)
+        found, payload = packed(codec, tensor, before)
         if num_words < 1024:
-            assert packed == Packed("raw", len(words))
-            np.testing.assert_array_equal(payload, words)
+            assert found == Packed("raw", words.nbytes)
             continue
-        assert packed.codec == "exponent"
-        assert payload.tobytes() == encode(data, payload[:64].tobytes())
-        assert codec.fits(num_words, bits, packed.num_bytes)
-        back = unpack(codec, placed(payload, before), num_words, dtype, before)
-        np.testing.assert_array_equal(back, words)
+        assert found.codec == "exponent"
+        assert payload.numpy().tobytes() == encode(words, payload[:64].numpy().tobytes())
+        assert codec.fits(num_words, bits, found.num_bytes)
+        back = unpacked(codec, payload, tensor, before)
+        assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("num_words", [60_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
@@ -285,28 +259,28 @@ def test_the_ratio_is_near_the_entropy_bound(num_words: int) -> None:
             share = np.bincount(words >> (bits - 9) & 255) / num_words
             share = share[share > 0]
             bound = bits / (bits - 8 - share @ np.log2(share))
-            packed, _ = pack(Exponent(), placed(words), dtype)
-            assert words.nbytes / packed.num_bytes > 0.97 * bound
+            found, _ = packed(Exponent(), tensor_of(words, dtype))
+            assert words.nbytes / found.num_bytes > 0.97 * bound
 
 
 def test_other_dtypes_travel_raw() -> None:
     for dtype in (torch.float64, torch.int32, torch.int16, torch.uint8, torch.complex64):
-        data = placed(np.zeros(4096 * dtype.itemsize, np.uint8))
-        assert pack(Exponent(), data, dtype)[0] == Packed("raw", len(data))
+        zeros = torch.zeros(4096, dtype=dtype)
+        assert packed(Exponent(), zeros)[0] == Packed("raw", zeros.nbytes)
 
 
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 def test_what_does_not_shrink_travels_raw(codec: Exponent, dtype: torch.dtype) -> None:
     """Any bits; and bits whose sample misleads, found out on the way and within the room."""
     noise = np.random.default_rng(0).integers(0, 256, 1 << 19, dtype=np.uint8)
-    assert pack(codec, placed(noise), dtype)[0] == Packed("raw", len(noise))
+    assert packed(codec, tensor_of(noise, dtype))[0] == Packed("raw", len(noise))
     words, num_words = noise.view(f"u{dtype.itemsize}"), len(noise) // dtype.itemsize
     for run in range(128):
         place = (run * 0x9E3779B97F4A7C15 % (1 << 64)) * (num_words - 63) >> 64
         words[place : place + 64] = 1
-    packed, payload = pack(codec, placed(words), dtype)
-    assert packed == Packed("raw", words.nbytes)
-    np.testing.assert_array_equal(payload, words.view(np.uint8))
+    found, payload = packed(codec, tensor_of(words, dtype))
+    assert found == Packed("raw", words.nbytes)
+    np.testing.assert_array_equal(payload.numpy(), words.view(np.uint8))
 
 
 def test_large_tensors_are_streamed(codec: Exponent) -> None:
@@ -316,33 +290,34 @@ def test_large_tensors_are_streamed(codec: Exponent) -> None:
     for before in (0, 4):
         room = np.zeros(codec.max_bytes(num_words, 16) + 192, np.uint8)
         out = room[-room.ctypes.data % 64 + before :]
-        packed = codec.pack(words_at(words, num_words, dtype), out.ctypes.data)
+        num_bytes = codec.pack(words_of(words, dtype), at(out)).num_bytes
         room = np.zeros(words.nbytes + 192, np.uint8)
-        back = room[-room.ctypes.data % 64 + before :]
-        codec.unpack(out.ctypes.data, packed.num_bytes, words_at(back, num_words, dtype))
-        np.testing.assert_array_equal(back[: words.nbytes].view(np.uint16), words)
-        payloads.append(out[: packed.num_bytes])
+        back = room[-room.ctypes.data % 64 + before :][: words.nbytes].view(np.uint16)
+        codec.unpack(at(out), num_bytes, words_of(back, dtype))
+        np.testing.assert_array_equal(back, words)
+        payloads.append(out[:num_bytes])
     np.testing.assert_array_equal(*payloads)
 
 
 def test_a_payload_that_contradicts_itself_is_refused() -> None:
-    codec, num_words = Exponent(), 3000
-    _, payload = pack(codec, placed(floats(num_words, 16, "normal")), torch.bfloat16)
-    other_codes, other_plan = payload.copy(), payload.copy()
+    codec, like = Exponent(), tensor_of(floats(3000, 16, "normal"), torch.bfloat16)
+    payload = packed(codec, like)[1]
+    other_codes, other_plan = payload.clone(), payload.clone()
     other_codes[64] ^= 0xFF
     other_plan[0] = 5
     for subject, data, dtype in (
         (r"torch.int16 and \(2, 2, 2\)", payload, torch.int16),
         ("agree", payload[:-1], torch.bfloat16),
-        ("agree", np.append(payload, np.uint8(0)), torch.bfloat16),
+        ("agree", torch.cat([payload, payload[:1]]), torch.bfloat16),
         ("agree", payload[:3], torch.bfloat16),
         (r"and \(2,\)", payload[:1], torch.bfloat16),
         ("agree", payload, torch.float32),
         ("agree", other_codes, torch.bfloat16),
         (r"bits, found torch.bfloat16 and \(5, 2, 2\)", other_plan, torch.bfloat16),
     ):
+        data, back = memory(data.numpy()), memory(np.zeros(3000, f"u{dtype.itemsize}"))
         with pytest.raises(CodecError, match=subject):
-            unpack(codec, placed(data), num_words, dtype)
+            codec.unpack(at(data), len(data), words_of(back, dtype))
 
 
 def test_payloads_are_bounded_before_memory_is_taken() -> None:

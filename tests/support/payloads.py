@@ -34,20 +34,25 @@ def words_of(tensor: Tensor) -> Words:
     return Words(tensor.data_ptr(), tensor.nbytes * 8 // bits, bits, tensor.dtype)
 
 
-def memory(tensor: Tensor) -> Tensor:
-    """The same words, ending at an unreadable page."""
-    copy = guarded(tensor.nbytes)
+def memory(tensor: Tensor, before: int = 0) -> Tensor:
+    """The bytes of the same words, ending at an unreadable page or ``before`` bytes in front of it."""
+    copy = guarded(tensor.nbytes + before)[: tensor.nbytes]
     copy.copy_(tensor.view(-1).view(torch.uint8))
-    return copy.view(tensor.dtype)
+    return copy
 
 
-def packed(codec: Codec, tensor: Tensor) -> tuple[Packed, Tensor]:
-    """The report of ``codec`` on a payload, and the payload, ending at an unreadable page."""
-    source = memory(tensor)  # kept: words do not keep their memory
-    words = words_of(source)
-    out = guarded(codec.max_bytes(words.num_words, words.bits))
+def words_in(data: Tensor, like: Tensor) -> Words:
+    """The words of a tensor, its bytes being at ``data``."""
+    return words_of(like)._replace(address=data.data_ptr())
+
+
+def packed(codec: Codec, tensor: Tensor, before: int = 0) -> tuple[Packed, Tensor]:
+    """The report of ``codec`` on a payload, and the payload; all end ``before`` bytes before such a page."""
+    source = memory(tensor, before)  # kept: words do not keep their memory
+    words = words_in(source, tensor)
+    out = guarded(codec.max_bytes(words.num_words, words.bits) + before)
     found = codec.pack(words, out.data_ptr())
-    return found, memory(out[: found.num_bytes])
+    return found, memory(out[: found.num_bytes], before)
 
 
 def numbers(payload: Tensor, count: int, first: int = 0) -> list[int]:
@@ -62,17 +67,17 @@ def with_number(payload: Tensor, first: int, number: int) -> Tensor:
     return memory(changed)
 
 
-def unpacked(codec: Codec, payload: Tensor, like: Tensor) -> Tensor:
+def unpacked(codec: Codec, payload: Tensor, like: Tensor, before: int = 0) -> Tensor:
     """The words of a payload, of the dtype and number of ``like``, in memory that was not clean.
 
     Raises: CodecError: as the codec.
     """
-    back = guarded(like.nbytes).fill_(171)
-    words = words_of(back.view(like.dtype))
+    back = guarded(like.nbytes + before)[: like.nbytes].fill_(171)
+    words = words_in(back, like)
     if not codec.fits(words.num_words, words.bits, len(payload)):
         raise CodecError("it does not fit")
     codec.unpack(payload.data_ptr(), len(payload), words)
-    return back.view(like.dtype)
+    return (back if not before else back.clone()).view(like.dtype)
 
 
 def random_bits(dtype: torch.dtype, size: int, *, density: float, seed: int = 0) -> Tensor:
