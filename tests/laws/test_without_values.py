@@ -1,31 +1,18 @@
-"""A model on the meta device trains with the bits of the model that was loaded whole, and no rank has more of
-it than its own stages."""
+"""A model on the meta device: values that are drawn, kept and tied, and no rank has more of it than its own
+stages."""
 
 from typing import Any
 
 import pytest
 import torch
+from law import beside
 from ranks import Ranks
 from reference import same_bits
-from valueless import deep, pipeline_of, plain_losses, plan_of, rank_peak, rank_trains, saved
+from valueless import SETTINGS, deep, pipeline_of, plan_of, rank_peak, rank_values, saved
 from valueless import without_values as bare
 from zoo import build
 
 import penstock
-
-
-def test_without_a_flush_it_is_the_pipeline_of_the_model_that_was_loaded_whole(tmp_path):
-    whole, batches = build("mlp")
-    file = saved(whole, tmp_path / "model.safetensors")
-    plan, _ = plan_of(bare(whole), batches, schedule="async_1f1b", weights="stashed")
-    told = []
-    for model, options in ((bare(whole), {"load_weights": file}), (whole, {})):
-        pipe = pipeline_of(model, plan, clip=None, **options)
-        losses = [pipe.step(*batch).loss for batch in batches]
-        told.append((losses, pipe.state_dict()["model"]))
-        pipe.close()
-    assert told[0][0] == told[1][0]
-    assert all(same_bits(told[0][1][key], tensor) for key, tensor in told[1][1].items())
 
 
 def drawn(name, tensor):
@@ -45,7 +32,7 @@ def test_drawn_values_are_the_same_however_it_is_cut(stages):
     assert all(
         same_bits(ours, theirs) for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True)
     )
-    assert [pipe.step(*batch).loss for batch in batches] == plain_losses(whole, batches, ())
+    assert beside(pipe, whole, batches, micro_batches=3, **SETTINGS) == []
     pipe.close()
 
 
@@ -69,12 +56,11 @@ def test_what_has_values_keeps_them_and_what_is_tied_stays_tied(tmp_path):
 def test_ranks_give_values_to_their_own_stages_alone(name, ranks, tmp_path):
     whole, batches = build(name)
     file = saved(whole, tmp_path / "model.safetensors")
-    plan, random = plan_of(bare(whole), batches, 3, ranks=3)
+    plan, _ = plan_of(bare(whole), batches, 3, ranks=3)
     plan.save(tmp_path / "plan.json")
-    found = ranks.run(rank_trains, name, str(tmp_path / "plan.json"), str(file), random, ranks=3)
-    assert [differs for differs, _ in found] == [[], [], []]
+    found = ranks.run(rank_values, name, str(tmp_path / "plan.json"), str(file), ranks=3)
     parameters = {name for name, _ in whole.named_parameters()}
-    assert [here & parameters for _, here in found] == [set(stage.parameters) for stage in plan.stages]
+    assert [here & parameters for here in found] == [set(stage.parameters) for stage in plan.stages]
 
 
 @pytest.mark.ranks

@@ -177,6 +177,7 @@ STREAMS: dict[str, tuple] = {
     "budget": (None, "least"),
     "scheduler": (False, True),
     "resume": ("", "same", "state"),
+    "bare": (False, True),
 }
 """Asynchronous training; "ahead": with the weights that are predicted for the backward."""
 

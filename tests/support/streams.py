@@ -7,12 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
-from cases import OPTIMIZERS, Case, on_ranks, plan_of
+from cases import OPTIMIZERS, Case, loss_of, on_ranks, pipeline_of, plan_of, scheduler_of
 from law import everything_leaves, resumed
 from reference import same_bits
 from replay import Replay
-from zoo import build, cross_entropy
+from zoo import build
 
 import penstock
 from penstock.pipeline.runtime import ownership
@@ -33,14 +32,6 @@ class StreamCase(Case):
     __str__ = Case.__str__
 
 
-def settings_of(case):
-    """Settings of both Pipeline and Replay."""
-    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS[case.optimizer], "clip": case.clip}
-    if case.scheduler:
-        settings["scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.7)
-    return settings
-
-
 def differences(case, ranks=None):
     """Names of everything in which a pipeline and the replay of its stages differ."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -55,7 +46,7 @@ def differences(case, ranks=None):
 def differences_of(case, plan, random_layers, folder):
     model, batches = build(case.model, case.dtype, case.steps)
     plain = copy.deepcopy(model)
-    settings, updates = settings_of(case), {}
+    updates = {}
     pipe = recorded(case, plan, model, updates)
     make = functools.partial(recorded, case, plan, build(case.model, case.dtype)[0], updates)
     replay = Replay(
@@ -65,7 +56,10 @@ def differences_of(case, plan, random_layers, folder):
         micro_batches=case.micro_batches,
         prediction=case.prediction,
         random=random_layers,
-        **settings,
+        loss=loss_of(case),
+        optimizer=OPTIMIZERS[case.optimizer],
+        scheduler=scheduler_of(case),
+        clip=case.clip,
     )
     found = []
     for half in ("first", "second"):
@@ -86,10 +80,9 @@ def differences_of(case, plan, random_layers, folder):
 
 def recorded(case, plan, model, updates):
     """The pipeline of a case, which notes the gradients of its updates by stage."""
-    names = {id(p): name for name, p in model.named_parameters()}
     scope = "stage" if case.schedule == "async_1f1b" else "global"
-    near = penstock.MemoryOptions(prefetch_layers=case.near, writeout_layers=case.near)
-    pipe = penstock.Pipeline(model, plan, **settings_of(case), clip_scope=scope, deadline=30, memory=near)
+    pipe = pipeline_of(dataclasses.replace(case, clip_scope=scope), plan, model)
+    names = {id(p): name for name, p in pipe.update.named.items()}
     for s, optimizer in pipe.update.optimizers.items():
         updates[s] = []
         optimizer.register_step_pre_hook(
