@@ -111,24 +111,6 @@ def test_kernels_write_what_their_twin_writes_and_read_it(
         np.testing.assert_array_equal(unpack_words(kernels, twin, len(words), bits, stream=stream), words)
 
 
-@pytest.mark.parametrize("bits", DTYPES)
-def test_blocks_are_packed_and_unpacked_alone(kernels: jit.Kernels, bits: int) -> None:
-    """Block 2 of 4, as a second thread would do it."""
-    words = floats(4 * BLOCK, bits, "normal")
-    payload, parts = memory(encode(words, plan_of(words, PLANS[1]))), layout(len(words), bits, 2)
-    ends = payload[parts.offsets :][:32].view(np.uint64)
-    codes = at(payload) + 64 + 2 * 64 * parts.codes_per_group
-    remainders = at(payload) + parts.remainders + 2 * 64 * parts.remainders_per_group
-    sections = (codes, remainders, at(payload) + parts.offsets + 16, at(payload) + parts.tail)
-    kernel, back = (
-        kernels.call[kernel_name("unpack", bits, PLANS[1], stream=False)],
-        guarded(BLOCK * bits // 8).numpy(),
-    )
-    end = kernel(*sections, int(ends[1]), len(payload) - parts.tail, 64, at(payload) + 16, at(back))
-    assert end == ends[2]
-    np.testing.assert_array_equal(back.view(words.dtype), words[2 * BLOCK : 3 * BLOCK])
-
-
 def test_pack_gives_up_at_its_limit(kernels: jit.Kernels) -> None:
     words = memory(floats(3 * BLOCK, 16, "any bits"))
     room, ends = guarded(64 * 1024).numpy(), np.zeros(3, np.uint64)

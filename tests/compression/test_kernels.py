@@ -21,30 +21,6 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return jit.kernels("zero_value", request.param)
 
 
-def test_blocks_are_packed_and_unpacked_alone(kernels: Kernels) -> None:
-    """Blocks 2 and 3 of 5, as a second thread would do them."""
-    for bits in BITS:
-        words = random_words(5 * BLOCK, bits, 0.5)
-        bitmap, ends, values = map(memory, twin(words))
-        start, part = int(ends[1]), memory(words[2 * BLOCK : 4 * BLOCK])
-        out, mask, offset = guarded(part.nbytes).numpy(), at(bitmap[BLOCK // 4 :]), at(ends[2:])
-        end = kernels.call[f"unpack{bits}"](mask, offset, at(values), start, len(values), 2 * BLOCK, at(out))
-        assert end == ends[3]
-        np.testing.assert_array_equal(out.view(words.dtype), part)
-        got_mask, got_ends = np.zeros(BLOCK // 4, np.uint8), np.zeros(2, np.uint64)
-        got, again = np.zeros(len(values) + 64, words.dtype), np.zeros(len(values) + 64, words.dtype)
-        assert (
-            kernels.call[f"pack{bits}"](at(part), 2 * BLOCK, at(got_mask), at(got_ends), at(got), start)
-            == end
-        )
-        assert kernels.call[f"packm{bits}"](at(part), 2 * BLOCK, mask, at(again), start) == end
-        np.testing.assert_array_equal(got_mask, bitmap[BLOCK // 4 : BLOCK // 2])
-        np.testing.assert_array_equal(got_ends, ends[2:4])
-        for found in (got, again):
-            np.testing.assert_array_equal(found[start:end], values[start:end])
-            assert not found[:start].any()
-
-
 @pytest.mark.parametrize("verb", ["unpack", "stream"])
 @pytest.mark.parametrize("density", [0.02, 0.5, 1])
 def test_damage_is_found_and_never_followed(kernels: Kernels, density: float, verb: str) -> None:

@@ -65,7 +65,7 @@ def learned(pipe):
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
-def trained(plan_path, shares, slow_rank, folder):
+def trained(plan_path, shares, slow_rank):
     """On a rank: the shares from step to step, and what was learned; ``slow_rank`` slows down on its way."""
     pipe = pipeline(plan_path, shares)
     found = [[0, pipe.plan.shares]]
@@ -75,8 +75,6 @@ def trained(plan_path, shares, slow_rank, folder):
         pipe.step(x, y)
         found.append([pipe.num_steps, pipe.plan.shares])
     Throttle.seconds = 0.0
-    if folder:
-        penstock.save(pipe, folder)
     return found, learned(pipe)
 
 
@@ -85,12 +83,12 @@ def test_a_rank_that_slows_down_gets_less_and_exact_sums_have_the_same_bits(repl
     plan = plan_of(replicas, exact=True)
     plan.save(tmp_path / "plan.json")
     last, number, told = plan.num_stages - 1, plan.num_ranks, str(tmp_path / "plan.json")
-    rows = ranks.run(trained, told, "measured", number - 1, None, ranks=number)
+    rows = ranks.run(trained, told, "measured", number - 1, ranks=number)
     course = rows[0][0]
     assert all(found == course for found, _ in rows)  # decided alike everywhere
     of_slow = [counts_of(shares[last], 6)[-1] for _, shares in course]
     assert of_slow[SLOW_FROM] > of_slow[SLOW_FROM + 10] == of_slow[-1] == 1
-    even = ranks.run(trained, told, None, -1, None, ranks=number)
+    even = ranks.run(trained, told, None, -1, ranks=number)
     assert even[0][1] == rows[0][1]  # no sample is lost or counted twice where shares change
 
 
