@@ -8,16 +8,20 @@ from penstock.compression.buffers import Frame
 from penstock.stages.memory.stores import Store, UnpooledBuffers
 
 
-class FarStore(Store):
+class AwayStore(Store):
+    """Takes every frame, smaller or not, as the memory of another device would."""
+
+    def offloads_from(self, device):
+        return True
+
+
+class FarStore(AwayStore):
     """Frames leave memory with ``put``; what ``get`` lent a thread is overwritten by its next one."""
 
     def __init__(self):
         super().__init__()
         self.kept, self.buffers, self.num_puts = {}, UnpooledBuffers(), 0
         self.threads = threading.local()
-
-    def offloads_from(self, device):
-        return True
 
     def put(self, key, frame):
         assert key not in self.kept, "a key is dropped before it is put again"

@@ -26,6 +26,17 @@ def settle():
         time.sleep(0.01)
 
 
+def busy(worker):
+    """Keep a thread busy until the gate that this returns is set."""
+    gate = threading.Event()
+
+    def wait():
+        assert gate.wait(10)
+
+    worker.submit(wait)
+    return gate
+
+
 class Square(nn.Module):
     """Saves its input, and nothing else holds it."""
 

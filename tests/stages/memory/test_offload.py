@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from far import AwayStore
 from pipeline_stage import compare
 from reference import same_bits
 from saving import memory_threads, settle
@@ -121,25 +122,19 @@ CASES: dict[str, Any] = {
 CASES |= {name: of_zoo(name) for name in ("residual", "residual_channels_last", "gpt_gelu_dropout", "dag0")}
 
 
-class Away(Store):
-    """Takes every frame, smaller or not, as the memory of another device would."""
-
-    def offloads_from(self, device):
-        return True
-
-
 SETTINGS = [
     {},
     {"tier": "away"},
     {"tier": "away", "ahead": 0, "codec": "raw"},
     {"tier": "host", "codec": "raw"},
+    {"tier": "disk"},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_without_it(name, settings, monkeypatch):
-    monkeypatch.setitem(STORES, "away", Away)
+    monkeypatch.setitem(STORES, "away", AwayStore)
     made, expected, found = [], [], []
 
     def block():
@@ -255,7 +250,7 @@ def test_memory_that_begins_anywhere():
 
 @pytest.mark.parametrize("count", ["one count of writes", "two", "two that agree"])
 def test_one_storage_with_two_contents_leaves_twice(count, monkeypatch):
-    monkeypatch.setitem(STORES, "away", Away)
+    monkeypatch.setitem(STORES, "away", AwayStore)
     y, x = torch.ones(1000, requires_grad=True), torch.full((1000,), 2.0)
     if count == "two that agree":
         x.mul_(1)

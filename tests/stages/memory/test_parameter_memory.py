@@ -1,12 +1,12 @@
 """A mirror by itself: what it brings and takes between layers, what stays near, and that writes stay."""
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from far import FarStore
+from saving import busy
 from torch import nn
 from torch.nn import Parameter
 
@@ -107,16 +107,10 @@ def test_what_a_thread_raised_is_raised_by_who_waits_for_it():
         mirror.layer_done(None, LAYERS[0])
 
 
-def wait_for(gate):
-    """Keep the thread busy until ``gate`` is set."""
-    gate.wait()
-
-
 @pytest.mark.parametrize("comes", [False, True])
 def test_a_thread_that_is_late_brings_nothing(comes):
     mirror, _ = mirror_of(FarStore())
-    gate = threading.Event()
-    mirror.frames.ahead.submit(lambda: wait_for(gate))
+    gate = busy(mirror.frames.ahead)
     mirror.prefetch(0)
     if comes:
         mirror.layer_done(None, LAYERS[0])

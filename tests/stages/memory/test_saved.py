@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from reference import same_bits
-from saving import Net, fetch, forward, gradients
+from saving import Net, busy, fetch, forward, gradients
 from torch import nn
 
 from penstock.compression.buffers import Frame, Pool
@@ -22,17 +22,6 @@ def net():
     torch.manual_seed(1)
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten()
     return Net(nn.Sequential(*layers, nn.Linear(200, 9)))
-
-
-def busy(worker):
-    """Keep a thread busy until the gate that this returns is set."""
-    gate = threading.Event()
-
-    def wait():
-        gate.wait()
-
-    worker.submit(wait)
-    return gate
 
 
 def batches(count):

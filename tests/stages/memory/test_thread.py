@@ -4,23 +4,16 @@ import threading
 
 import pytest
 import torch
-from saving import Net, Square, forward
+from far import AwayStore
+from saving import Net, Square, busy, forward
 from torch import nn
 
 from penstock.compression.errors import ConfigError
 from penstock.stages.memory.byte_budget import MemoryOptions
 from penstock.stages.memory.prefetch import NEVER, MemoryThread, Pass, Timeline
-from penstock.stages.memory.stores import Store
 
 DEPTH, SIZE = 12, 1 << 18
 PROGRAM = [Pass(0, 0), Pass(0, 0, reads=True)]
-
-
-class Far(Store):
-    """Takes what does not shrink as well."""
-
-    def offloads_from(self, device):
-        return True
 
 
 def deep(depth=DEPTH):
@@ -35,7 +28,7 @@ def made(saver):
         thread = MemoryThread(MemoryOptions(**options), num_layers={0: len(net.layers)})
         thread.begin(PROGRAM)
         thread.at(0)
-        return saver(net, store=store or Far(), codec="raw", thread=thread), thread
+        return saver(net, store=store or AwayStore(), codec="raw", thread=thread), thread
 
     return make
 
@@ -112,7 +105,7 @@ def test_a_backward_brings_back_so_many_layers_ahead(near, made):
 
 
 def test_frames_are_forgotten_while_the_backward_runs(made):
-    net, store = deep(), Far()
+    net, store = deep(), AwayStore()
     saved, thread = made(net, store=store)
     out = forward(net, saved, input_of())
     saved.wait()
@@ -151,7 +144,7 @@ def test_a_view_of_somebody_elses_memory_stays_during_the_forward(made):
 
 
 def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost(saver):
-    class Stuck(Far):
+    class Stuck(AwayStore):
         """Takes nothing until ``gate`` is set."""
 
         gate = threading.Event()
@@ -201,10 +194,7 @@ def test_room_that_comes_while_the_thread_looks_is_not_missed(made):
     """The packing ends between the look that found no room and the word that somebody is behind."""
     net = deep(30)
     saved, thread = made(net, prefetch_layers=0)
-    leave, gate = thread._leave, threading.Event()
-
-    def busy():
-        assert gate.wait(10)
+    leave, gate = thread._leave, busy(saved._packer.packing)
 
     def slowly(timeline, now):
         if not all(run.closed for run in thread._runs.values()):
@@ -215,7 +205,6 @@ def test_room_that_comes_while_the_thread_looks_is_not_missed(made):
         return behind
 
     vars(thread)["_leave"] = slowly
-    saved._packer.packing.submit(busy)
     out = forward(net, saved, input_of())
     waits = threading.Thread(target=saved.wait, daemon=True)
     waits.start()
