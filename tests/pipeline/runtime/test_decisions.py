@@ -83,9 +83,7 @@ def test_every_stage_keeps_what_it_saved_and_old_weights_in_its_own_tier(tmp_pat
     decided = {"weights_tier": "packed"}, {"weights_tier": "host", "tier": "packed"}
     plan = edited(plan_of(STREAM)[0], tmp_path / "plan.json", *decided)
     model, batches = build(STREAM.model, STREAM.dtype, 1)
-    all_leave = penstock.MemoryOptions(prefetch_layers=0, writeout_layers=0)
-    settings = {**streams.settings_of(STREAM), "clip_scope": "stage", "deadline": 30, "memory": all_leave}
-    pipe = penstock.Pipeline(model, plan, **settings)
+    pipe = pipeline_of(dataclasses.replace(STREAM, near=0, clip_scope="stage"), plan, model)
     pipe.step(*batches[0])
     stages = pipe.stages.values()
     assert [stage.saved.counts.bytes_raw > 0 for stage in stages] == [False, True, False]
