@@ -118,5 +118,5 @@ def test_a_broker_that_is_stopped_or_away_is_one_sentence(path, capfd, monkeypat
     assert f"no broker listens at {path} (No such file or directory); start one by penstock cache" in error
     monkeypatch.setattr(cache, "_WAIT_SECONDS", 0.1)
     with broker_thread(path) as broker:
-        monkeypatch.setattr(broker, "_serve", lambda *_: time.sleep(0.5))
+        monkeypatch.setattr(broker, "_serve", lambda one: (time.sleep(0.5), one.close()))
         assert f"the broker at {path} does not answer" in refusal("status", f"socket={path}", capfd=capfd)

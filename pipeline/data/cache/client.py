@@ -19,24 +19,22 @@ from typing import Any, NamedTuple, TypeVar
 from ....compression.errors import TransportError
 from .policy import Times
 from .wire import (
-    HEADER,
     LEASED,
     LONGEST_CONTROL,
     LONGEST_STAMP,
     LONGEST_STATE,
     NOWHERE,
+    OFFERED,
     Hello,
     Kind,
     Welcome,
     connect,
-    pack,
-    pack_header,
     pack_json,
-    pack_offer,
     pack_words,
     pages_of,
     pieces,
-    unpack_header,
+    receive,
+    send,
     unpack_json,
     unpack_words,
 )
@@ -47,7 +45,6 @@ _RETRY_SECONDS = 1.0
 _GRACE_SECONDS = 0.05
 """How long one that was found again may take to answer before training goes on."""
 
-_AT_ONCE = 1 << 18
 _BATCH_BYTES = 8 << 20
 
 Bytes = bytes | bytearray | memoryview
@@ -69,69 +66,53 @@ class Link:
     """A connection to the broker at ``path``.
 
     Args:
-        timeout: Seconds that an answer may take, and that anything sent may take to be taken.
+        timeout: Seconds that a piece of an answer may take, and that anything sent may take to be taken.
         patience: The same for connecting, and for the answer to the hello.
 
     Raises: OSError, TransportError, from all its methods: the broker is gone, stopped, or none of ours.
     """
 
     def __init__(self, path: Path, timeout: float, *, patience: float | None = None) -> None:
-        self._timeout, self._patience = timeout, timeout if patience is None else patience
-        self._files: list[int] = []
-        self._window: Window | None = None
-        self._socket = connect(path, self._patience)
+        self._timeout, self._view = timeout, memoryview(b"")
+        self._socket = connect(path, timeout if patience is None else patience)
 
-    def send(self, *data: Bytes) -> None:
-        """Send all of it; each part may take the timeout."""
-        for part in data:
-            self._socket.settimeout(self._timeout)
-            self._socket.sendall(part)
+    def send(self, kind: Kind, *body: Bytes) -> None:
+        """Send a message that has no answer."""
+        send(self._socket, bytes([kind]), *body)
 
-    def ask(self, message: Bytes, longest: int, *, seconds: float | None = None) -> bytearray:
-        """Send a message and return the body of its answer, which has ``longest`` bytes at most."""
-        self.send(message)
-        until = time.monotonic() + (self._timeout if seconds is None else seconds)
-        data, needed = bytearray(), HEADER.size
-        while len(data) < needed:
-            self._socket.settimeout(max(1e-3, until - time.monotonic()))
-            piece, files, *_ = socket.recv_fds(self._socket, _AT_ONCE, 1)
-            self._files += files
-            if not piece:
-                raise ConnectionResetError("the broker has closed the connection")
-            data += piece
-            if needed == HEADER.size <= len(data):
-                kind, num_bytes = unpack_header(data[: HEADER.size])
-                if kind is not Kind.ANSWER:
-                    raise ConnectionError(f"the broker answers by {kind.name}")
-                if num_bytes > longest:
-                    raise ConnectionError(f"the broker answers by {num_bytes} bytes, {longest} are the most")
-                needed += num_bytes
-        if len(data) > needed:
-            raise ConnectionError("the broker says more than it was asked")
-        return data[HEADER.size :]
+    def ask(self, kind: Kind, *body: Bytes, longest: int) -> bytearray:
+        """Send a message and return its answer, which has ``longest`` bytes at most."""
+        self.send(kind, *body)
+        return receive(self._socket, longest)
 
     def join(self, hello: Hello) -> None:
         """Say whose connection it is, and map the shared memory.
 
         Raises: NotTaken: the broker refuses."""
-        answer = self.ask(pack_json(Kind.HELLO, hello), LONGEST_CONTROL, seconds=self._patience)
+        answer = self.ask(Kind.HELLO, pack_json(hello), longest=LONGEST_CONTROL)
         welcome: Welcome = unpack_json(answer, Welcome)
         if welcome.refused:
             raise NotTaken(welcome.refused)
-        if not self._files:
-            raise ConnectionError("the broker answers a hello without its memory")
-        self._window = Window(self._files[0], welcome.num_pages * welcome.page_bytes)
+        _, files, *_ = socket.recv_fds(self._socket, 1, 1)
+        try:
+            num_bytes = welcome.num_pages * welcome.page_bytes
+            self._view = memoryview(mmap.mmap(files[0], num_bytes, prot=mmap.PROT_READ))
+        except (IndexError, ValueError) as error:
+            raise ConnectionError(f"the broker answers a hello without its memory: {error}") from error
+        finally:
+            for file in files:
+                os.close(file)
         self._num_pages, self._page_bytes = welcome.num_pages, welcome.page_bytes
-        self._close_files()
+        self._socket.settimeout(self._timeout)
         # Untouched, and freed: glibc then keeps twice as much, see mallopt(3). It would else give every batch
         # of copies back to the system, whose fresh pages cost several times the copying.
         bytes(_BATCH_BYTES)
 
     def use(self, epoch: int, indices: Sequence[int]) -> list[Hit | None]:
         """Copy what is there of samples, each named once; None for the others."""
-        longest = len(indices) * LEASED.size + 4 * (len(indices) + self._num_pages)
-        body = memoryview(self.ask(pack(Kind.USE, pack_words(epoch, then=indices)), longest))
         size = len(indices) * LEASED.size
+        longest = size + 4 * (len(indices) + self._num_pages)
+        body = memoryview(self.ask(Kind.USE, pack_words(epoch, then=indices), longest=longest))
         if len(body) < size or (len(body) - size) % 4:
             raise ConnectionError(f"the broker answers for other than {len(indices)} samples")
         pages, at = unpack_words(body[size:]), 0
@@ -144,35 +125,32 @@ class Link:
             found.append(Hit(self._copy(pages[at:end], num_bytes), stamp))
             at = end
         if at:  # nothing is read any more, so its pages may go to others
-            self.send(pack(Kind.DONE))
+            self.send(Kind.DONE)
         return found
 
     def store(self, epoch: int, samples: Sequence[tuple[int, Bytes, bytes]]) -> int:
-        """Offer samples (index, bytes, stamp) and put those that are accepted. Returns: how many were."""
-        offers = [(index, memoryview(data).nbytes, stamp) for index, data, stamp in samples]
-        answer = self.ask(pack_offer(epoch, offers), longest=len(samples))
+        """Offer samples (index, bytes, stamp) and send those that are accepted. Returns: how many were."""
+        views = [memoryview(data).cast("B") for _, data, _ in samples]
+        rows = zip(samples, views, strict=True)
+        offers = [OFFERED.pack(index, len(view), stamp) for (index, _, stamp), view in rows]
+        answer = self.ask(Kind.OFFER, pack_words(epoch), *offers, longest=len(samples))
         if len(answer) != len(samples):
             raise ConnectionError(f"the broker answers for {len(answer)} samples of {len(samples)}")
-        accepted = [sample for sample, wanted in zip(samples, answer, strict=True) if wanted]
-        data = [memoryview(data).cast("B") for _, data, _ in accepted]
-        if num_bytes := sum(map(len, data)):
-            self.send(pack_header(Kind.PUT, num_bytes), *data)
+        accepted = [view for view, wanted in zip(views, answer, strict=True) if wanted]
+        if filled := [view for view in accepted if len(view)]:
+            for view in filled:
+                send(self._socket, view)
+            receive(self._socket, 0)
         return len(accepted)
 
     def close(self) -> None:
         """End the connection; of a copy in a forked process this copy alone."""
         self._socket.close()
-        self._close_files()
-        if self._window is not None:
-            self._window.close()
-
-    def _close_files(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
+        with contextlib.suppress(BufferError):  # in a fork of a process that is just copying
+            self._view.release()
 
     def _copy(self, pages: array[int], num_bytes: int) -> bytes:
-        assert self._window is not None
-        view = self._window.view
+        view = self._view
         copy = b"".join([view[start:end] for start, end in pieces(pages, num_bytes, self._page_bytes)])
         if len(copy) != num_bytes:
             raise ConnectionError("the broker names pages that there are not")
@@ -262,7 +240,7 @@ class Client:
 
     def drop(self, index: int, stamp: bytes) -> None:
         """Say that a sample is no longer what it was under ``stamp``, which ``use`` returned with it."""
-        self._ask(lambda link: link.send(pack(Kind.DROP, pack_words(index), stamp)), None)
+        self._ask(lambda link: link.send(Kind.DROP, pack_words(index), stamp), None)
 
     def close(self) -> None:
         """End the connection; the next call would make a new one."""
@@ -352,14 +330,14 @@ class Client:
         if self._begun is None:
             return
         epoch, order, following = self._begun
-        if link.ask(pack(Kind.BEGIN, pack_words(epoch)), 1) == b"\1":
+        if link.ask(Kind.BEGIN, pack_words(epoch), longest=1) == b"\1":
             counts = epoch, len(order), NOWHERE if following is None else len(following)
             orders = pack_words(*counts, then=order), pack_words(then=following or ())
-            link.send(pack(Kind.ORDERS, *orders))
+            link.ask(Kind.ORDERS, *orders, longest=0)  # so that whoever asks now has them
 
     def _send_measured(self, link: Link) -> None:
         if self._measured is not None:
-            link.send(pack_json(Kind.MEASURED, self._measured))
+            link.send(Kind.MEASURED, pack_json(self._measured))
 
     def _disconnect(self, why: str) -> None:
         """Go on without the broker, for a second at least."""
@@ -376,20 +354,4 @@ def state_of(path: Path, *, timeout: float) -> dict[str, Any]:
 
     Raises: OSError: it is not there, or does not answer."""
     with contextlib.closing(Link(path, timeout)) as link:
-        return unpack_json(link.ask(pack(Kind.STATUS), LONGEST_STATE))
-
-
-class Window:
-    """A client's view of the shared memory, whose descriptor it need not keep."""
-
-    def __init__(self, file: int, num_bytes: int) -> None:
-        if not 0 < num_bytes <= os.fstat(file).st_size:
-            raise ConnectionError(f"shared memory of {num_bytes} bytes has {os.fstat(file).st_size}")
-        self._map = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
-        self.view = memoryview(self._map)
-
-    def close(self) -> None:
-        """Unmap it."""
-        with contextlib.suppress(BufferError):  # in a fork of a process that is just copying
-            self.view.release()
-            self._map.close()
+        return unpack_json(link.ask(Kind.STATUS, longest=LONGEST_STATE))

@@ -10,7 +10,7 @@ breaks into pieces that are too small.
                     |                    |
                     +-- free             +-- (not leased): pages free at once
 ```
-Only whole entries are leased; a writer checks ``kept`` before every byte."""
+Only whole entries are leased; a writer checks ``kept`` before it writes a sample."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stored:
     Attributes:
         stamp: Bytes that its writer gave it, for those who read it.
         pages: Numbers of its pages, in order.
-        written: Number of bytes that have come.
+        whole: True once all of it has come, so that it can be read.
         kept: False once the policy evicted it.
         leases: Number of connections that may be reading it.
     """
@@ -43,14 +43,9 @@ class Stored:
     num_bytes: int
     stamp: bytes
     pages: array[int]
-    written: int = 0
+    whole: bool = False
     kept: bool = True
     leases: int = 0
-
-    @property
-    def whole(self) -> bool:
-        """True if all of it has come, so that it can be read."""
-        return self.written == self.num_bytes
 
 
 class Pages:
@@ -86,7 +81,7 @@ class Pages:
         pages = self._free[first:]
         pages.reverse()  # pages side by side are read in one piece
         del self._free[first:]
-        stored = self.entries[entry] = Stored(entry, num_bytes, stamp, pages)
+        stored = self.entries[entry] = Stored(entry, num_bytes, stamp, pages, not num_bytes)
         self.num_bytes += num_bytes
         return stored
 
@@ -350,12 +345,9 @@ class Core:
         member.writing = [stored for stored in accepted if stored is not None and stored.num_bytes]
         return accepted
 
-    def wrote(self, member: Member, num_bytes: int) -> None:
-        """Count bytes that have come of the first sample that a connection writes."""
-        stored = member.writing[0]
-        stored.written += num_bytes
-        if stored.whole:
-            del member.writing[0]
+    def wrote(self, member: Member) -> None:
+        """Make whole the first sample that a connection writes: all of it has come."""
+        member.writing.pop(0).whole = True
 
     def drop(self, member: Member, index: int, stamp: bytes) -> None:
         """Evict a sample that is no longer what it was under ``stamp``; it may be offered anew."""

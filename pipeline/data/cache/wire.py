@@ -1,11 +1,13 @@
-"""Frames between the broker and its clients: a header, and a body: bounded, checked, never code.
+"""Messages between the broker and its clients: a length, a kind and a body: bounded, checked, never code.
 
 ```
-   HELLO  -> ANSWER + shared memory, or why not      BEGIN -> ANSWER;  ORDERS
-   USE    -> ANSWER;  DONE                           OFFER -> ANSWER;  PUT
-   STATUS -> ANSWER                                  MEASURED, DROP
+   HELLO  -> answer, then the shared memory          BEGIN -> answer;  ORDERS -> empty answer
+   USE    -> answer;  DONE                           OFFER -> answer;  the bytes of each that is accepted
+   STATUS -> answer                                            -> empty answer, if there were any
+   MEASURED, DROP
 ```
-Numbers are words of 32 bits in the machine's own order, as both ends are on one machine; the rest is JSON."""
+An answer, and the bytes of a sample, have no kind. Numbers are words of 32 bits in the machine's own order,
+as both ends are on one machine; the rest is JSON."""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ from ....stages.record import read
 
 PAGE_BYTES = 16 * 1024
 _CREDENTIALS = struct.Struct("3i")
-HEADER = struct.Struct("=4sB3xQ")
-_MAGIC = b"PnC2"
+_LENGTH = struct.Struct("=Q")
+_AT_ONCE = 1 << 18  # bytes that are read in a call
 MOST_SAMPLES = 1 << 26  # of a data set
 LONGEST_STAMP = 64
 LONGEST_CONTROL = 1 << 16
@@ -43,7 +45,7 @@ LEASED = struct.Struct(f"=I{LONGEST_STAMP + 1}p")
 
 
 class Kind(IntEnum):
-    """Kind of a frame."""
+    """Kind of a message."""
 
     HELLO = 1
     MEASURED = 2
@@ -52,25 +54,8 @@ class Kind(IntEnum):
     USE = 5  # words: epoch, samples
     DONE = 6
     OFFER = 7  # words: epoch; then OFFERED
-    PUT = 8  # the bytes of what was accepted
-    DROP = 9  # words: sample; then its stamp
-    STATUS = 10
-    ANSWER = 11
-
-
-_LONGEST = {
-    Kind.HELLO: (LONGEST_CONTROL, 0),
-    Kind.MEASURED: (LONGEST_CONTROL, 0),
-    Kind.BEGIN: (4, 0),
-    Kind.ORDERS: (12, 8),
-    Kind.USE: (4, 4),
-    Kind.DONE: (0, 0),
-    Kind.OFFER: (4, OFFERED.size),
-    Kind.PUT: ((1 << 64) - 1, 0),  # held against what was accepted
-    Kind.DROP: (4 + LONGEST_STAMP, 0),
-    Kind.STATUS: (0, 0),
-}
-"""Most bytes of a body that a client may send, and how many more for each sample of its data."""
+    DROP = 8  # words: sample; then its stamp
+    STATUS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,50 +89,61 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """Answer to a hello, which comes with the shared memory; or why the run is ``refused``."""
+    """Answer to a hello, which the shared memory follows; or why the run is ``refused``."""
 
     num_pages: int = 0
     page_bytes: int = 0
     refused: str = ""
 
 
-def pack(kind: Kind, *parts: bytes | bytearray | memoryview) -> bytes:
-    """Return a whole frame."""
-    return pack_header(kind, sum(map(len, parts))) + b"".join(parts)
+def send(connection: socket.socket, *parts: bytes | bytearray | memoryview) -> None:
+    """Send a message; each part of a long one may take the timeout of the socket."""
+    length = sum(map(len, parts))
+    parts = (_LENGTH.pack(length), *parts)
+    for part in parts if length > _AT_ONCE else [b"".join(parts)]:
+        connection.sendall(part)
 
 
-def pack_header(kind: Kind, num_bytes: int) -> bytes:
-    """Return the header of a frame whose body is sent by itself."""
-    return HEADER.pack(_MAGIC, kind, num_bytes)
+def receive(connection: socket.socket, longest: int) -> bytearray:
+    """Return the next message.
+
+    Raises:
+        TransportError: It has more than ``longest`` bytes.
+        OSError: The other end is gone, or silent for longer than the timeout of the socket.
+    """
+    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+    if length > longest:
+        raise TransportError(f"a message has {length} bytes, {longest} are the most")
+    return _read(connection, length)
 
 
-def unpack_header(data: bytes | bytearray) -> tuple[Kind, int]:
-    """Return the kind of a frame and the length of its body.
+def _read(connection: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray()
+    while len(data) < num_bytes:
+        piece = connection.recv(min(num_bytes - len(data), _AT_ONCE))
+        if not piece:
+            raise ConnectionResetError("the other end has closed the connection")
+        data += piece
+    return data
 
-    Raises: TransportError: it is none."""
-    magic, number, length = HEADER.unpack(data)
-    if magic != _MAGIC:
-        raise TransportError(f"a message begins with {_MAGIC!r}, found {magic!r}")
+
+def kind_of(message: bytearray) -> Kind:
+    """Return the kind of a client's message.
+
+    Raises: TransportError: there is none of that number."""
     try:
-        return Kind(number), length
+        return Kind(message[0] if message else 0)
     except ValueError:
-        raise TransportError(f"there is no message of kind {number}") from None
+        raise TransportError(f"there is no message of kind {message[:1].hex()}") from None
 
 
-def check_length(kind: Kind, num_bytes: int, num_samples: int) -> None:
-    """Refuse a frame that a client with so many samples does not send."""
-    fixed, each = _LONGEST.get(kind, (-1, 0))
-    if num_bytes > fixed + each * num_samples:
-        raise TransportError(f"a message of kind {kind.name} with {num_bytes} bytes")
-
-
-def pack_json(kind: Kind, value: Any) -> bytes:
-    """Return a frame that holds a dataclass or an object of JSON."""
+def pack_json(value: Any) -> bytes:
+    """Return a dataclass or an object of JSON as text."""
     data = value if isinstance(value, dict) else asdict(value)
-    return pack(kind, json.dumps(data, separators=(",", ":")).encode())
+    return json.dumps(data, separators=(",", ":")).encode()
 
 
-def unpack_json(body: bytes | bytearray, kind: Any = None) -> Any:
+def unpack_json(body: bytes | bytearray | memoryview, kind: Any = None) -> Any:
     """Return the object of JSON in a body, as the dataclass ``kind`` if there is one.
 
     Raises: TransportError: it does not fit."""
@@ -172,34 +168,23 @@ def unpack_words(data: bytes | bytearray | memoryview) -> array[int]:
     return words
 
 
-def pack_offer(epoch: int, samples: Iterable[tuple[int, int, bytes]]) -> bytes:
-    """Return the frame that offers samples: (index, number of bytes, stamp) each."""
-    return pack(Kind.OFFER, pack_words(epoch), *(OFFERED.pack(*sample) for sample in samples))
-
-
 def pages_of(num_bytes: int, page_bytes: int) -> int:
     """Number of pages of a sample; an empty one takes a page, so that none costs nothing."""
     return max(1, -(-num_bytes // page_bytes))
 
 
-def pieces(pages: Iterable[int], num_bytes: int, page_bytes: int, *, begin: int = 0) -> list[tuple[int, int]]:
-    """Return (start, end) in the shared memory of each piece of a sample's bytes from ``begin`` on, in order.
+def pieces(pages: Iterable[int], num_bytes: int, page_bytes: int) -> list[tuple[int, int]]:
+    """Return (start, end) in the shared memory of each piece of a sample's bytes, in order.
 
     Pages side by side are one piece."""
     found: list[tuple[int, int]] = []
-    left = num_bytes
     for page in pages:
-        size = min(left, page_bytes)
-        left -= size
+        size = min(num_bytes, page_bytes)
+        num_bytes -= size
         start = page * page_bytes
-        if begin >= size:
-            begin -= size
-            continue
-        start, end, begin = start + begin, start + size, 0
         if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((start, end))
+            start = found.pop()[0]
+        found.append((start, page * page_bytes + size))
     return found
 
 

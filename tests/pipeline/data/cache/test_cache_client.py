@@ -13,7 +13,7 @@ from small_policies import watched_lru
 
 from penstock.pipeline.data.cache.client import Hit, Link
 from penstock.pipeline.data.cache.policy import Times
-from penstock.pipeline.data.cache.wire import HEADER, Kind, unpack_header
+from penstock.pipeline.data.cache.wire import Kind
 
 ORDER = range(100)
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
@@ -150,33 +150,18 @@ def test_a_broker_is_looked_for_once_a_second_and_found_when_it_comes(path):
         one.close()
 
 
-def test_a_batch_is_one_round_trip(path, monkeypatch):
-    messages, ask = [], Link.ask
-
-    def count(link, message, longest, **more):
-        messages.append(message)
-        return ask(link, message, longest, **more)
-
-    monkeypatch.setattr(Link, "ask", count)
+def test_a_batch_is_one_round_trip_and_the_orders_of_an_epoch_are_sent_by_one_connection(path, monkeypatch):
+    kinds, send = [], Link.send
+    monkeypatch.setattr(Link, "send", lambda link, kind, *body: kinds.append(kind) or send(link, kind, *body))
     with broker_thread(path):
         one = filled(path, list(range(20)))
-        messages.clear()
-        assert [hit.payload for hit in one.use(range(20))] == [payload(index) for index in range(20)]
-        assert len(messages) == 1
-        one.close()
-
-
-def test_the_orders_of_an_epoch_are_sent_by_one_connection_of_a_run(path, monkeypatch):
-    messages, send = [], Link.send
-    monkeypatch.setattr(Link, "send", lambda link, *data: messages.append(data[0]) or send(link, *data))
-    with broker_thread(path):
-        clients = [client(path) for _ in range(2)]
-        for one in clients:
-            one.begin(0, ORDER, ORDER)
-        kinds = [unpack_header(message[: HEADER.size])[0] for message in messages]
-        assert kinds == [Kind.HELLO, Kind.BEGIN, Kind.ORDERS, Kind.HELLO, Kind.BEGIN]
-        for one in clients:
-            one.close()
+        assert kinds == [Kind.HELLO, Kind.BEGIN, Kind.ORDERS, Kind.USE, Kind.OFFER]
+        other = client(path)
+        other.begin(0, ORDER, ORDER)
+        assert [hit.payload for hit in other.use(range(20))] == [payload(index) for index in range(20)]
+        assert kinds[5:] == [Kind.HELLO, Kind.BEGIN, Kind.USE, Kind.DONE]
+        for each in (one, other):
+            each.close()
 
 
 @pytest.mark.parametrize("wrong", [([1], [], None), ([1], [b""], []), ([1], [b""], [b"x" * 65])])

@@ -33,7 +33,7 @@ def store(core, member, index, num_bytes=10, *, epoch=0):
     core.use(member, epoch, [index], 0.0)
     (stored,) = core.offer(member, epoch, [(index, num_bytes, b"")], 0.0)
     if stored is not None:
-        core.wrote(member, num_bytes)
+        core.wrote(member)
     return stored is not None
 
 
@@ -48,7 +48,7 @@ def test_connections_of_a_run_are_one_reader():
     assert core.use(two, 0, [3], 0.0) == [None]
     assert core.offer(one, 0, [(3, 10, b"")], 0.0) != [None]
     assert core.offer(two, 0, [(3, 10, b"")], 0.0) == [None]
-    core.wrote(one, 10)
+    core.wrote(one)
     assert core.use(two, 0, [3], 0.0)[0].entry == ("data:d", 3)
     assert calls(core, "use", "offer", "begin") == [("begin", list(range(8))), ("use", 3), ("offer", 3)]
     assert core.status(0.0)["jobs"][0]["uses"] == 1
@@ -85,7 +85,7 @@ def test_what_makes_room_for_another_sample_of_the_same_offer_is_not_accepted():
     core.use(member, 0, [0, 1, 2], 0.0)
     accepted = core.offer(member, 0, [(0, 10, b""), (1, 10, b""), (2, 20, b"")], 0.0)
     assert [stored is not None for stored in accepted] == [False, False, True]
-    core.wrote(member, 20)
+    core.wrote(member)
     assert list(core.pages.entries) == [("data:d", 2)]
 
 
@@ -98,7 +98,7 @@ def test_a_changed_sample_is_dropped_and_may_be_offered_anew():
     core.drop(member, 3, b"")
     assert core.use(member, 0, [3], 0.0) == [None]
     assert core.offer(member, 0, [(3, 10, b"new")], 0.0) != [None]
-    core.wrote(member, 10)
+    core.wrote(member)
     assert core.use(member, 0, [3], 0.0)[0].stamp == b"new"
 
 

@@ -79,18 +79,15 @@ class World:
         assert [stored for stored in accepted if stored is not None and stored.num_bytes] == member.writing
 
     def put(self, member, index, size):
-        """Some bytes of what was accepted, as the broker moves them."""
+        """The first sample of what was accepted, as the broker moves it."""
         if not member.writing:
             return
         stored = member.writing[0]
-        count = min(1 + size, stored.num_bytes - stored.written)
-        data = bytes(random.Random(int.from_bytes(stored.stamp, "big") + at).randrange(256)
-                     for at in range(stored.written, stored.written + count))  # fmt: skip
-        self.true[stored] = self.true.get(stored, b"") + data
+        data = self.true[stored] = random.Random(stored.stamp).randbytes(stored.num_bytes)
         if stored.kept:
-            for start, end in pieces(stored.pages, stored.written + count, PAGE, begin=stored.written):
+            for start, end in pieces(stored.pages, stored.num_bytes, PAGE):
                 self.slab[start:end], data = data[: end - start], data[end - start :]
-        self.core.wrote(member, count)
+        self.core.wrote(member)
 
     def drop(self, member, index, size):
         stored = self.core.pages.whole(member.run.places(index)[0])
