@@ -382,13 +382,6 @@ def test_a_program_that_waits_for_itself_is_neither_trained_nor_planned(tmp_path
     assert not (tmp_path / "made" / "plan.json").exists()
 
 
-@pytest.mark.slow
-def test_options_beside_a_plan_are_refused_in_the_words_of_the_command_line(capfd):
-    assert penstock(f"plan {SMALL} schedule=async_1f1b hydra.run.dir=made", capfd)[0] == 0
-    typed = f"train {SMALL} plan=made/plan.json clip.norm=1"
-    assert "clip.norm=1.0 needs one; add clip.scope=stage" in refusal(typed, capfd)
-
-
 SCHEMA = """
 defaults:
   - train_schema

@@ -4,14 +4,9 @@
 
 import importlib
 import importlib.util
-import os
-import subprocess
-import sys
 import traceback
-from pathlib import Path
 
 import eager
-import page
 import pytest
 import torch
 import vision
@@ -136,43 +131,6 @@ def test_a_trap_under_autocast_only(trap, result, why):
     row = examine(under_autocast(trap), autocast=torch.bfloat16)
     assert row["result"] == result
     assert why in row["why"]
-
-
-def test_the_table_tells_both():
-    same = {"name": "a/one", "result": "same"}
-    other = same | {"autocast_result": "different", "autocast_why": "loss 0"}
-    table = page.written([other, same | {"autocast_result": "same"}, same], "")
-    for line in (
-        "| library | networks | same | same under autocast |",
-        "| a | 3 | 3 | 1 |",
-        "| a/one | same | different |",
-        "| a/one | same | not run |",
-        "- a/one under autocast: loss 0",
-    ):
-        assert line in table
-
-
-COMMAND = """
-import sys
-import test_coverage as ours
-import try_networks as command
-command.networks = lambda: map(ours.under_autocast, [ours.caller, ours.toggled])
-sys.exit(command.main())
-"""
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path):
-    """A network that has a row is not tried again."""
-    rows, table = tmp_path / "rows", tmp_path / "table"
-    environment = os.environ | {"PYTHONPATH": str(Path(vision.__file__).parent)}
-    typed = [sys.executable, "-c", COMMAND, f"--rows={rows}", f"--table={table}"]
-    for more in ["caller"], ["--timeout=0"]:
-        done = subprocess.run([*typed, *more], cwd=Path(__file__).parent, env=environment)
-        assert done.returncode == 1  # different under autocast
-    assert len(rows.read_text().splitlines()) == 2
-    assert "| test/caller | same | different |" in table.read_text()
-    assert "| test/toggled | timeout | not run |" in table.read_text()
 
 
 def test_the_plain_loop_seeds_the_calls_that_draw():

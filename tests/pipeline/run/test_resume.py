@@ -122,12 +122,6 @@ def test_folders_are_never_taken_over_silently(whole, capfd):
     assert not Path("new").exists()
 
 
-@pytest.mark.slow
-def test_resume_auto_in_an_empty_folder_begins(whole):
-    trained(AGAIN)
-    assert same_run("run", whole)
-
-
 def config(**more):
     return TrainConfig(resume="auto", **more)
 

@@ -1,19 +1,8 @@
 """The policies by their names, and the one that ignores orders."""
 
-import pytest
 from small_policies import watched_lru
 
-from penstock import ConfigError
-from penstock.pipeline.data.cache.policies import POLICIES, policy
 from penstock.pipeline.data.cache.policy import Job
-
-
-def test_the_policies_are_known_by_name():
-    names = {"next_use": "NextUse", "gain": "Gain", "lru": "Lru"}
-    assert {name: type(policy(name, 7)).__name__ for name in POLICIES} == names
-    with pytest.raises(ConfigError, match=r"belady is no policy.*known are next_use, gain, lru"):
-        policy("belady", 1)
-    assert all(policy(name, 7).leave("a", 0.0) == () for name in POLICIES)
 
 
 def test_lru_lets_go_what_was_used_longest_ago():
