@@ -37,29 +37,20 @@ def check_shared(options: Mapping[str, Any], *, rank: int, gather: Gather) -> No
     Raises: ConfigError, on every rank: which does not see them."""
     found = place_of(options)
     name, where = found if found else (PLACES[0], Path(str(options.get(PLACES[0]))))
-    folder = where if where.is_dir() else where.parent
-    token, data = folder / f"{_TOKEN}{uuid.uuid4().hex}", uuid.uuid4().hex
+    token = (where if where.is_dir() else where.parent) / f"{_TOKEN}{uuid.uuid4().hex}"
     try:
-        told = None
+        written = None
         if rank == 0 and found:
-            with contextlib.suppress(OSError):
-                token.write_text(data)
-                told = [token.name, data]
-        told = gather(told)[0]
-        if told is None:
-            seen = "" if not found else listing(where)
-        else:
-            try:
-                seen = (folder / told[0]).read_text()
-            except OSError:
-                seen = None
-        everybody = gather(seen)
+            with contextlib.suppress(OSError):  # a folder that is only read has no token
+                token.touch()
+                written = token.name
+        written = gather(written)[0]
+        seen = gather(os.path.exists(token.with_name(written)) if written else found and listing(where))
     finally:
         if rank == 0:
-            with contextlib.suppress(OSError):  # a folder that is only read has no token
+            with contextlib.suppress(OSError):
                 token.unlink()
-    expected = everybody[0] if told is None else told[1]
-    if odd := [str(rank) for rank, one in enumerate(everybody) if one != expected]:
+    if odd := [str(rank) for rank, one in enumerate(seen) if one != seen[0]]:
         raise ConfigError(
             f"data.{name}={where} is not the same storage for all ranks: rank {', '.join(odd)} does not find "
             "there what rank 0 does; mount one storage on all machines, or have copies by data.local=PATH"

@@ -74,7 +74,7 @@ def test_where_nobody_may_write_names_and_sizes_agree(images, tmp_path, monkeypa
     def refused(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(Path, "write_text", refused)
+    monkeypatch.setattr(Path, "touch", refused)
     copy = Path(local_copy({"root": str(images)}, str(tmp_path / "copies"))["root"])
     assert said([images, copy]) == ["", ""]
     (copy / "train/dogs/3.png").write_bytes(b"more")
