@@ -43,11 +43,6 @@ class Noise:
         target = torch.randint(self.num_classes, (), generator=source)
         return torch.randn(self.shape, generator=source), target
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float32 images (batch, channels, size, size) and their int64 classes."""
-        images, targets = zip(*(self[index] for index in indices.tolist()), strict=True)
-        return torch.stack(images), torch.stack(targets)
-
 
 def load(
     *, num_samples: int = 1024, num_classes: int = 10, size: int = 64, channels: int = 3, seed: int = 0

@@ -175,11 +175,6 @@ class Client:
         self._has_told = self._refused = False
         self._reset()
 
-    @property
-    def is_connected(self) -> bool:
-        """True if there was a broker when it was last needed."""
-        return self._link is not None and self._process == os.getpid()
-
     def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
         """Begin an epoch.
 
@@ -261,19 +256,14 @@ class Client:
         self._reset()
 
     def _reset(self) -> None:
-        """Begin without a connection, in this process."""
+        """Begin without a connection, in this process; a child does at once, or it would keep that of its
+        parent alive when that is killed."""
         self._link: Link | None = None
-        self._next_try, self._is_new, self._process = 0.0, True, os.getpid()
+        self._begin_here()
         this = weakref.ref(self)
-        # At once: a copy that a child has would keep the connection of its parent alive when that is killed.
+        os.register_at_fork(after_in_child=lambda: (client := this()) and client._begin_here())
 
-        def leave_parent() -> None:
-            if (client := this()) is not None:
-                client._leave_to_parent()
-
-        os.register_at_fork(after_in_child=leave_parent)
-
-    def _leave_to_parent(self) -> None:
+    def _begin_here(self) -> None:
         """Close, in a child, the copies of what belongs to the parent."""
         self.close()
         self._next_try, self._is_new, self._process = 0.0, True, os.getpid()
@@ -292,7 +282,7 @@ class Client:
     def _ask(self, ask: Callable[[Link], _T], otherwise: _T, *, repeats: bool = False) -> _T:
         """Ask the broker, or go on with ``otherwise``; ``repeats``: a new connection has sent it already."""
         if self._process != os.getpid():  # forked without Python's knowledge
-            self._leave_to_parent()
+            self._begin_here()
         try:
             before = self._link
             link = self._connected()

@@ -347,7 +347,7 @@ def test_samples_are_counted_from_the_end_and_end_as_those_of_a_list(path):
         for beyond in (NUMBER, -NUMBER - 1, 1 << 40):
             with pytest.raises(IndexError):
                 data[beyond]
-        assert data.through.cache.is_connected  # type: ignore[attr-defined]
+        assert data.through.cache._link  # type: ignore[union-attr]
 
 
 def test_a_data_set_that_grows_or_shrinks_is_read_and_told(path):

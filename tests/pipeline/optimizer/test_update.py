@@ -65,21 +65,6 @@ def of(*values):
     return [torch.tensor([float(value)]) for value in values]
 
 
-@pytest.mark.parametrize(
-    ("settings", "gradients", "stages", "expected"),
-    [
-        ({"clip": 0.5}, [of(3, 30), of(4, 40)], (0, 1, 1, 0), [-0.6, -0.8]),  # norms 5 and 50
-        ({"clip": 5.0}, [of(3, 0.3), of(4, 0.4)], (0, 1, 0, 1), [-3.3, -4.4]),  # only the first is too large
-        ({"clip": 0.5, "scope": "stage"}, [of(3), of(4)], (0, 1), [-0.5, -0.5]),
-    ],
-)
-def test_a_round_is_clipped_by_its_own_norm_or_each_stage_by_its_own(settings, gradients, stages, expected):
-    update, _, parameters = made(gradients, **settings)
-    for stage in stages:
-        update.step(stage)
-    assert written(parameters) == pytest.approx(expected, rel=1e-5)
-
-
 def test_the_first_update_of_a_round_finds_the_gradients_of_all_stages():
     update, log, _ = made([of(3, 30), of(4, 40)], clip=0.5)
     for stage in (0, 1, 1, 0):  # another stage opens the second round
@@ -88,14 +73,6 @@ def test_the_first_update_of_a_round_finds_the_gradients_of_all_stages():
         *("bind 0", "bind 1", "due 0", "due 1", "update 0", "updated 0", "update 1", "updated 1"),
         *("due 0", "due 1", "update 1", "updated 1", "update 0", "updated 0"),
     ]
-
-
-def test_without_rounds_every_update_is_a_step_of_its_own():
-    update, log, parameters = made([of(3), of(4, 40)], clip=0.5, scope="stage", together=False)
-    for stage in (1, 1, 0):
-        update.step(stage)
-    assert log[2:] == [line for s in (1, 1, 0) for line in (f"due {s}", f"update {s}", f"updated {s}")]
-    assert written(parameters) == pytest.approx([-0.5, -1.0], rel=1e-5)
 
 
 @pytest.mark.parametrize(("together", "expected"), [(True, [-2.0, -2.0]), (False, [-3.0, -2.0])])

@@ -161,16 +161,6 @@ def test_tensors_take_their_time_on_a_slow_link():
     assert rows(found)["1f1b"].seconds == pytest.approx(0.230)
 
 
-def test_the_facts_are_those_of_the_candidates():
-    found = compare(even(4), stages=4, ranks=2, micro_batches=8)
-    facts = json.loads(json.dumps(found.facts(), allow_nan=False))
-    assert [row["chosen"] for row in facts["schedules"]].count(True) == 1
-    for row, one in zip(facts["schedules"], found.candidates, strict=True):
-        assert row["seconds"] == one.seconds
-        assert row["samples_per_second"] == 8 * 16 / one.seconds
-        assert row["chosen"] == (one is found.chosen)
-
-
 def test_plan_schedule_all_shows_chooses_and_writes(capsys):
     job = "model=mlp model.hidden=[16,16,16] data.size=8 data.channels=1 threads=1 batch_size=32"
     options = f"{job} ranks=2 stages=4 schedule=all hydra.run.dir=run"

@@ -136,7 +136,7 @@ def test_a_refused_run_is_told_why_and_does_not_ask_again(path, said):
     other._next_try = 0.0
     assert other.use([1]) == [None]
     within(5, lambda: len(said) == 1)  # the broker says it behind its answer
-    assert not other.is_connected
+    assert not other._link
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])

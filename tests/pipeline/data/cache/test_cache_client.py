@@ -87,14 +87,14 @@ def test_a_forked_process_and_a_pickled_client_have_connections_of_their_own(pat
         one = filled(path, [1])
 
         def work():
-            return not one.is_connected and one.use([1]) == [Hit(payload(1), b"")] and state(path)["jobs"]
+            return not one._link and one.use([1]) == [Hit(payload(1), b"")] and state(path)["jobs"]
 
         (job,) = in_a_child(work)
         assert (job["connections"], job["uses"]) == (2, 1)
         assert one.use([1]) == [Hit(payload(1), b"")]
         within(SOON, lambda: state(path)["jobs"][0]["connections"] == 1)
         again = pickle.loads(pickle.dumps(one))
-        assert not again.is_connected
+        assert not again._link
         assert again.use([1]) == [Hit(payload(1), b"")]
         again.close()
         one.close()
@@ -142,8 +142,8 @@ def test_a_broker_is_looked_for_once_a_second_and_found_when_it_comes(path):
     policy = watched_lru(100 * PAGE)
     with broker_thread(path, policy):
         assert one.use([1]) == [None]
-        assert not one.is_connected
-        within(2, lambda: one.use([1]) == [None] and one.is_connected)
+        assert not one._link
+        within(2, lambda: one.use([1]) == [None] and one._link)
         assert one.store([1], [b"a"]) == 1
         assert [call[0] for call in policy.calls] == ["join", "join", "begin", "use", "offer"]
         assert policy.jobs["run:1:a"].times == TIMES

@@ -118,7 +118,7 @@ def test_a_worker_that_is_killed_while_it_reads_gives_its_pages_back(path):
 
 def used_again(one):
     """A broker that is there again is found, and holds samples."""
-    within(5, lambda: one.use([1]) == [None] and one.is_connected)
+    within(5, lambda: one.use([1]) == [None] and one._link)
     assert one.store([1], [payload(1)]) == 1
     assert one.use([1]) == [Hit(payload(1), b"")]
     one.close()
