@@ -26,6 +26,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 EXAMPLES = {"default": 30, "all": 500}
 """Examples that hypothesis draws for a property."""
 
+PROGRESS_SECONDS = 15
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("penstock")
@@ -77,6 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="shard_")
         config.add_cleanup(functools.partial(shutil.rmtree, folder))
         config.stash[STARTED] = f"{folder}/started"
+    if config.option.verbose < 1 and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config), "progress")
 
 
 STARTED = pytest.StashKey[str]()
@@ -114,6 +118,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
     items[:] = kept
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left"] = len(left)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 NUMBER = pytest.StashKey[int]()
@@ -172,24 +178,76 @@ def reached_tests(paths: set[Path]) -> set[Path] | None:
     return {CHECKOUT / test for test in reached}
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say what was sampled, how to repeat it, and why tests were skipped."""
-    if config.option.verbose >= 1:
-        return
-    write, seed = terminalreporter.write_line, seed_of(config)
-    reasons = collections.Counter(
-        str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-        for report in terminalreporter.stats.get("skipped", ())
-    )
-    if reasons:
-        terminalreporter.section(f"{sum(reasons.values())} skipped, and why")
-    for reason, number in reasons.most_common():
-        write(f"{number:5d}  {reason.removeprefix('Skipped: ')}")
-    terminalreporter.section("what ran")
-    if STARTED in config.stash:
-        file = Path(config.stash[STARTED])
-        number = max(map(int, file.read_text().split()[1:]), default=0) if file.exists() else 0
-        write(f"{number} of the tests that only --all runs; the same again:")
-        write(f"  ./scripts/check --shard {seed} --first {number}")
-    else:
-        write(f"sampled cases were drawn by --seed {seed}; --all runs everything")
+class Progress:
+    """One line in a while: which part, how far, and how long it will take."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.began, self.shown = config, time.monotonic(), time.monotonic()
+        self.total = self.done = self.left = 0
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.total = len(ids)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.total = self.total or len(session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.left = getattr(node, "workeroutput", {}).get("left", 0)
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.left = len(items)
+
+    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
+        """No letter for what passed or was skipped: lines of progress stand for them."""
+        if report.skipped or (report.passed and report.when == "call"):
+            return report.outcome, "", report.outcome.upper()
+        return None
+
+    def pytest_runtest_logfinish(self) -> None:
+        self.done += 1
+        now = time.monotonic()
+        if now - self.shown >= PROGRESS_SECONDS and self.total:
+            self.shown = now
+            took = now - self.began
+            rest = took / self.done * (self.total - self.done)
+            known = 20 * self.done >= self.total  # the first tests wait for imports and ranks
+            self._write(
+                f"tests {100 * self.done // self.total:3d} %  {self.done:,} of {self.total:,}, "
+                f"{clock(took)} so far" + f", about {clock(rest)} left" * known
+            )
+
+    def _write(self, line: str) -> None:
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter:
+            reporter.write_line(line)
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        """Say what was sampled out of what, how to repeat it, and why tests were skipped."""
+        write, seed = terminalreporter.write_line, seed_of(config)
+        reasons = collections.Counter(
+            str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+            for report in terminalreporter.stats.get("skipped", ())
+        )
+        if reasons:
+            terminalreporter.section(f"{sum(reasons.values())} skipped, and why")
+        for reason, number in reasons.most_common():
+            write(f"{number:5d}  {reason.removeprefix('Skipped: ')}")
+        terminalreporter.section("what ran")
+        if STARTED in config.stash:
+            file = Path(config.stash[STARTED])
+            number = max(map(int, file.read_text().split()[1:]), default=0) if file.exists() else 0
+            write(f"{number} of the {self.total:,} tests that only --all runs; the same again:")
+            write(f"  ./scripts/check --shard {seed} --first {number}")
+        else:
+            write(
+                f"{self.total:,} tests; {self.left:,} were left out"
+                + ("" if is_whole(config) else " (--all)")
+            )
+            write(f"sampled cases were drawn by --seed {seed}")
+
+
+def clock(seconds: float) -> str:
+    """Seconds as minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
