@@ -244,7 +244,14 @@ class Broker:
             )
             with self._lock:
                 self._threads[thread] = connection
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no memory for its stack, or too many threads of this user
+                self._tell(f"a connection is not taken: {error}")
+                with self._lock:
+                    del self._threads[thread]
+                connection.close()
+                self._free.release()
 
     def close(self) -> None:
         """End all connections."""

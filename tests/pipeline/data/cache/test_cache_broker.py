@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -210,6 +211,24 @@ def test_the_rest_of_a_sample_that_was_given_up_goes_nowhere(tmp_path):
         assert one.use([1]) == [None]
         slow.close()
         one.close()
+
+
+def test_a_thread_that_the_system_refuses_ends_its_connection_and_no_broker(path, said, monkeypatch):
+    begin, refused = threading.Thread.start, []
+
+    def start(thread):
+        if thread.name == "penstock-connection" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with raw(path, message(Kind.STATUS)) as first:
+        assert first.recv(10) == b""
+    with raw(path, message(Kind.STATUS)) as second:
+        assert second.recv(10)
+    (line,) = said
+    assert "can't start new thread" in line
 
 
 def test_no_more_than_so_many_connections_are_taken(tmp_path, monkeypatch):
