@@ -227,14 +227,15 @@ def contents(
 
 
 def digest(root: nn.Module) -> str:
-    """A hash of all that ``root`` leads to, of registered tensors the forms alone: the same in every process
-    that makes it alike."""
+    """A hash of all that ``root`` leads to, of registered tensors the form and who shares them: the same in
+    every process that makes it alike."""
     registered = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
     lines = []
     for path, item, before in walk(root):
         if isinstance(item, torch.Tensor):
             bits = None if id(item) in registered else (zlib.crc32(_bytes(item)), item.is_meta)
-            fact: object = tuple(item.shape), item.dtype, item.requires_grad, bits
+            strides = item.stride() if item.layout is torch.strided else item.layout
+            fact: object = before, tuple(item.shape), strides, item.dtype, item.requires_grad, bits
         elif before is not None or is_plain(item):
             fact = before if before is not None else item
         else:

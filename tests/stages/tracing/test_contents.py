@@ -225,11 +225,15 @@ def test_a_digest_is_that_of_all_but_registered_values():
         model = model_of([torch.full((2,), hidden)], Base.work)
         vars(model).update(names=set(order), count=count)
         model.register_buffer("first", torch.full((2,), buffer))
+        model.register_parameter("start", nn.Parameter(model.b.bias.detach().clone()))
         with torch.no_grad():
             model.a.weight.fill_(weight)
         return model
 
     same = digest(made())
     assert digest(made(weight=2.0, buffer=2.0, order=("b", "a"))) == same
-    for other in (made(hidden=2.0), made(order=("a", "c")), made(count=4)):
+    tied, strided = made(), made()
+    tied.b.register_parameter("bias", dict(tied.named_parameters())["start"])
+    strided.a.weight.data = strided.a.weight.data.t().contiguous().t()
+    for other in (made(hidden=2.0), made(order=("a", "c")), made(count=4), tied, strided):
         assert digest(other) != same
