@@ -85,7 +85,10 @@ def capture(
     recorder, spec, dropped, code_reads = runs.record(model, copies, example, applied)
     samples = call.samples_of(example)
     sizes = (samples + 1, 2 * samples + 1)
-    again = lambda inputs: runs.again(copies(), inputs, applied=applied)  # noqa: E731
+
+    def again(inputs: Sequence[torch.Tensor]) -> fx.Graph:
+        return runs.again(copies(), inputs, applied=applied)
+
     moves, fixed = _sizes(recorder.graph, again, call, example, sizes)
     for size in {1, samples - 1} - {0, samples, samples + 1} if not fixed else ():
         with contextlib.suppress(Exception):  # that size then is looked at if it ever comes
