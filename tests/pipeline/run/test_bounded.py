@@ -69,7 +69,7 @@ def test_a_model_that_is_another_without_values_is_made_whole(started, name, cap
     Path("own.py").write_text(OWN)
     Path("odd.py").write_text(ODD)
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    job = f"model._target_=odd.{name} data._target_=own.samples seed=3 threads=1 ranks=2 max_steps=2"
+    job = f"model._target_=odd.{name} data._target_=own.samples seed=3 threads=1 ranks=1 stages=2 max_steps=2"
     job += " batch_size=20 codec=raw"
     trained(f"{job} hydra.run.dir=whole")
     code, _ = started(f"{job} hydra.run.dir=bounded memory.parameters=disk")
