@@ -223,7 +223,7 @@ def test_a_thread_that_the_system_refuses_ends_its_connection_and_no_broker(path
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with raw(path, message(Kind.STATUS)) as first:
+    with raw(path) as first:
         assert first.recv(10) == b""
     with raw(path, message(Kind.STATUS)) as second:
         assert second.recv(10)
