@@ -66,13 +66,14 @@ def serve(options: Mapping[str, str]) -> int:
     from ..pipeline.run import console
 
     policy = new_policy(options["policy"], capacity)
-    with serving(path, policy, page_bytes=page, tell=console.warn) as broker:
+    with serving(path, policy, page_bytes=page, tell=console.warn):
         print(
             f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",
             flush=True,
         )
         try:
-            broker.run()
+            while True:
+                time.sleep(1.0)  # signal.pause() would miss a signal that comes just before it
         except KeyboardInterrupt:
             print("the cache is closed; jobs go on without it", flush=True)
     return 0

@@ -1,10 +1,13 @@
 """``penstock cache``: a broker that is served, shown and ended, and what is refused in one sentence."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -38,6 +41,14 @@ def start(*typed, **more):
     return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, **more)
 
 
+def knock(path):
+    """Connect until nobody listens: a signal may come while a connection is taken."""
+    with contextlib.suppress(OSError):
+        while True:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(path))
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("number", "policy"), [(signal.SIGINT, "lru"), (signal.SIGTERM, "next_use")])
 def test_it_serves_until_a_signal_and_leaves_an_empty_folder(path, number, policy, capfd):
@@ -51,8 +62,12 @@ def test_it_serves_until_a_signal_and_leaves_an_empty_folder(path, number, polic
         assert one.store([1], [payload(1)]) == 1
         assert one.use([1])[0].payload == payload(1)
         assert f"a broker listens at socket={path}" in refusal("serve", f"socket={path}", capfd=capfd)
+        knocking = threading.Thread(target=knock, args=[path])
+        knocking.start()
+        time.sleep(0.01)
         process.send_signal(number)
         out, error = process.communicate(timeout=10)
+        knocking.join()
         assert (process.returncode, error) == (0, "")
         assert "the cache is closed; jobs go on without it" in out
         assert list(path.parent.iterdir()) == []

@@ -204,7 +204,7 @@ def _refuse_living(path: Path) -> None:
 
 
 class Broker:
-    """Answers at ``listener`` until it is closed.
+    """Answers at ``listener``, in threads of its own, until it is closed.
 
     Args:
         tell: Hears one line of every connection that is refused or ended for what it sent.
@@ -223,22 +223,23 @@ class Broker:
         self._lock = threading.Lock()  # of the core, and of what is written into the memory
         self._free = threading.Semaphore(most_connections)
         self._threads: dict[threading.Thread, socket.socket] = {}
+        self._closed = threading.Event()
+        self._accepting = threading.Thread(target=self._accept, name="penstock-listener", daemon=True)
+        self._accepting.start()
 
-    def run(self, *, until: Callable[[], bool] = lambda: False, pause: float | None = None) -> None:
-        """Take connections until ``until``, which is asked behind each and every ``pause`` seconds."""
-        self._listener.settimeout(pause)
-        while not until():
-            if not self._free.acquire(timeout=pause):
-                continue
+    def _accept(self) -> None:
+        """Take connections until the broker is closed."""
+        while True:
+            self._free.acquire()
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
                 self._free.release()
-                if not isinstance(error, TimeoutError):  # too many open files
-                    self._tell(f"a connection is not taken: {error}")
-                    time.sleep(1.0)
+                if self._closed.is_set():
+                    return
+                self._tell(f"a connection is not taken: {error}")  # too many open files
+                self._closed.wait(1.0)
                 continue
-            connection.setblocking(True)
             thread = threading.Thread(
                 target=self._serve, args=[connection], name="penstock-connection", daemon=True
             )
@@ -255,13 +256,19 @@ class Broker:
 
     def close(self) -> None:
         """End all connections."""
+        self._closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._end_connections()  # one of them may be what the listener waits for
+        self._accepting.join()
+        for thread in self._end_connections():
+            thread.join()
+
+    def _end_connections(self) -> list[threading.Thread]:
         with self._lock:
-            threads = list(self._threads)
             for connection in self._threads.values():
                 with contextlib.suppress(OSError):  # its other end is gone
                     connection.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join()
+            return list(self._threads)
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer a connection until it ends, or sends what it may not; its run leaves with its last one."""
