@@ -3,7 +3,8 @@
     if anybody looks at all gradients first    of each turn come, are checked, unscaled, measured, and leave
     then                                       of each turn all comes, is clipped and updated, and leaves
 
-Parameters, gradients and states come back to the device for their turn of the update."""
+Of an optimizer that updates every element by itself it takes one piece at a time. Parameters, gradients and
+states come back to the device for their turn of the update."""
 
 from __future__ import annotations
 
@@ -163,8 +164,26 @@ class MirroredUpdate(Update):
         ours = [n for n in range(len(turns)) if not self.divided or (in_turn and in_turn.has(n))]
         for place, following in zip(ours, [*ours[1:], len(turns)], strict=False):
             turn = turns[place]
-            mirror.prefetch(following)
+            by_element = in_turn is not None and in_turn.by_element
+            mirror.prefetch(following, whole=not by_element)
+            if by_element and place < len(mirror.turns):
+                turn = self._step_in_pieces(stage, place)
             with mirror.whole(turn) if place < len(mirror.turns) else contextlib.nullcontext():
                 self._scale(stage, turn)
                 if in_turn is not None:
-                    self._unless_skipped(in_turn.optimizer, functools.partial(in_turn.step_of, place))
+                    step = functools.partial(in_turn.step_of, place, {id(p): p for p in turn})
+                    self._unless_skipped(in_turn.optimizer, step)
+
+    def _step_in_pieces(self, stage: int, place: int) -> list[torch.nn.Parameter]:
+        """Update those parameters of a turn that come in pieces; return the others."""
+        mirror, in_turn, others = self.mirrors[stage], self._in_turn[stage], []
+        for parameter in mirror.turns[place]:
+            pieces = mirror.pieces(parameter, written=self._totals.get(stage) is not None)
+            if pieces is None:
+                others.append(parameter)
+                continue
+            for piece in pieces:
+                self._scale(stage, [piece])
+                step = functools.partial(in_turn.step_of, place, {id(parameter): piece})
+                self._unless_skipped(in_turn.optimizer, step)
+        return others

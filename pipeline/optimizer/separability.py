@@ -33,12 +33,36 @@ SCALES = (1e-3, 1.0, 30.0, 1e3, 1.0)
 """How large the gradients of each update of a trial are; the last has an infinite one."""
 
 
+BY_ELEMENT = SEPARABLE - {torch.optim.Adafactor, torch.optim.Muon}
+"""Those that update each element by itself, so that pieces of a parameter get the same bits."""
+
+
+def updates_by_element(optimizer: Optimizer) -> bool:
+    """True if pieces of its parameters are updated with the bits of the whole: fused kernels round the last
+    elements of a tensor otherwise, as do all with 16 bits."""
+    groups = optimizer.param_groups
+    kernels = any(group.get(name) for group in groups for name in ("fused", "capturable", "differentiable"))
+    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+    is_plain = dtypes <= {torch.float32, torch.float64} and is_separable(optimizer)
+    return type(optimizer) in BY_ELEMENT and is_plain and not kernels
+
+
+def seems_by_element(optimizer: Make) -> bool:
+    """True if ``updates_by_element`` holds for what ``optimizer`` makes of a small parameter."""
+    with random_kept():
+        try:
+            made = make_optimizer(optimizer, [("weight", Parameter(torch.zeros(64, 64)))])
+        except Exception:  # it takes other names or shapes
+            return False
+    return made is not None and updates_by_element(made)
+
+
 class InTurn:
     """``optimizer``, stepped turn by turn: its groups have the parameters of one turn while it steps."""
 
     def __init__(self, optimizer: Optimizer, turns: Sequence[Sequence[Parameter]]) -> None:
         """Take ``turns`` that hold every parameter of ``optimizer``."""
-        self.optimizer = optimizer
+        self.optimizer, self.by_element = optimizer, updates_by_element(optimizer)
         members = [{id(parameter) for parameter in turn} for turn in turns]
         groups = [group["params"] for group in optimizer.param_groups]
         self._parts = [[[p for p in group if id(p) in turn] for group in groups] for turn in members]
@@ -47,9 +71,12 @@ class InTurn:
         """True if the optimizer has a parameter of this turn."""
         return any(self._parts[turn])
 
-    def step_of(self, turn: int) -> None:
-        """Update the parameters of one turn, if the optimizer has any of them."""
+    def step_of(self, turn: int, pieces: Mapping[int, Parameter] | None = None) -> None:
+        """Update the parameters of one turn, if the optimizer has any of them; those in ``pieces`` alone, by
+        their identity, and what it has of each in its place."""
         parts, groups = self._parts[turn], self.optimizer.param_groups
+        if pieces is not None:
+            parts = [[pieces[id(p)] for p in part if id(p) in pieces] for part in parts]
         if not any(parts):
             return
         whole = [group["params"] for group in groups]

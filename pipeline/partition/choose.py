@@ -38,15 +38,18 @@ class Mix(NamedTuple):
     tier: str
     parameters_tier: str
     recompute: bool
+    prefetches: bool
 
     def __str__(self) -> str:
         saved = "forwards that run again" if self.recompute else f"saved tensors in the tier {self.tier}"
-        return f"{saved} and parameters in the tier {self.parameters_tier}"
+        waits = "" if self.prefetches else ", one layer's at a time"
+        return f"{saved} and parameters in the tier {self.parameters_tier}{waits}"
 
 
-def is_open(*, memory: object, tier: object, parameters_tier: object) -> bool:
+def is_open(*, memory: int | str | None, tier: str, parameters_tier: str, prefetches: bool | None) -> bool:
     """True if a tier has to be chosen, or measured first."""
-    return AUTO in (tier, parameters_tier) or share_of(memory) is not None
+    moves = memory is not None and parameters_tier != "device" and prefetches is None
+    return AUTO in (tier, parameters_tier) or share_of(memory) is not None or moves
 
 
 def cheapest(
@@ -57,6 +60,7 @@ def cheapest(
     tier: str,
     parameters_tier: str,
     recompute: bool,
+    prefetches: bool | None,
     disk_rate: float | None,
 ) -> Plan:
     """Return the plan that ``cut`` makes with the cheapest mix of tiers.
@@ -65,14 +69,14 @@ def cheapest(
              memory: a rank's budget, also as a share ("25%") of what it holds with everything kept.
              disk_rate: bytes per second of the disk; 0: it may not be used, None: not measured.
     Raises:  PlanError: nothing fits, with the least budget that does."""
-    kept, asked = Mix("device", "device", False), f"memory={memory}"
+    kept, asked = Mix("device", "device", False, True), f"memory={memory}"
     if (share := share_of(memory)) is not None:
         memory = bytes_of_share(share, cut)
         asked += f" ({show_bytes(memory)})"
     found: list[tuple[float, Plan]] = []
     refused: list[tuple[int, Mix, bool]] = []
     last: PlanError | None = None
-    for mix in _mixes(profile, tier, parameters_tier, recompute, allows_disk=disk_rate != 0):
+    for mix in _mixes(profile, tier, parameters_tier, recompute, prefetches, allows_disk=disk_rate != 0):
         try:
             plan = cut(memory=memory, **mix._asdict())
         except TooSmall as error:
@@ -114,25 +118,31 @@ def _is_accepted(cut: Callable[..., Plan], memory: int, mix: Mix) -> bool:
 
 def bytes_of_share(share: float, cut: Callable[..., Plan]) -> int:
     """A rank's budget as a share of what the fullest one needs that keeps everything."""
-    whole = cut(memory=None, tier="device", parameters_tier="device", recompute=False)
+    whole = cut(memory=None, **Mix("device", "device", False, True)._asdict())
     return round(share * with_margin(max(_bytes_of_ranks(whole))))
 
 
 def _mixes(
-    profile: Profile, tier: str, parameters_tier: str, recompute: bool, *, allows_disk: bool
-) -> Iterator[Mix]:
+    profile: Profile, tier: str, parameters_tier: str, recompute: bool, prefetches: bool | None,
+    *, allows_disk: bool
+) -> Iterator[Mix]:  # fmt: skip
     """Yield every mix that suits what was asked for, those that move less first."""
     on_gpu = profile.device != HOST
     disk = ["disk"] * allows_disk
     near = ["packed", "host"] if on_gpu else ["packed"]
     tiers = ["device", *near, *disk] if tier == AUTO and not recompute else [tier.replace(AUTO, "device")]
+    runs_again = tier == AUTO and not recompute
     parts = [parameters_tier]
     if parameters_tier == AUTO:  # dense numbers hardly shrink, so that packing is no choice of its own
         parts = ["device", *(["host"] if on_gpu else []), *disk]
-    for part in parts:
-        yield from (Mix(one, part, recompute) for one in tiers)
-        if tier == AUTO and not recompute:
-            yield Mix("device", part, True)
+    mixes = [
+        Mix(*one, prefetches is not False)
+        for part in parts
+        for one in [*((one, part, recompute) for one in tiers), *[("device", part, True)] * runs_again]
+    ]
+    yield from mixes
+    if prefetches is None:  # what needs least memory, where nothing else fits
+        yield from (mix._replace(prefetches=False) for mix in mixes if mix.parameters_tier != "device")
 
 
 def _bytes_of_ranks(plan: Plan) -> list[int]:
@@ -154,6 +164,9 @@ def _stage_seconds(stage: PlanStage, rates: dict[str, float], micro_batches: int
     forward, backward = max(stage.forward_seconds, away), max(stage.backward_seconds, away)
     if stage.parameters_tier != "device":  # read twice, its gradient twice more; updated once a step
         one = max(0, 4 * stage.num_parameters - stage.staying_bytes) / rates[stage.parameters_tier]
-        forward, backward = max(forward, away + one), max(backward, away + 3 * one)
+        if stage.prefetches:
+            forward, backward = max(forward, away + one), max(backward, away + 3 * one)
+        else:
+            forward, backward = forward + one, backward + 3 * one
         backward += 6 * one / micro_batches
     return forward + backward

@@ -29,6 +29,7 @@ class Costs:
 
     ``copies`` says how often each rank holds what its layers take, ``rate`` is the bits per second of a link,
     ``budget`` the bytes that a rank may use; ``recompute``: a backward runs its forward again first;
+    ``prefetches``: parameters in a tier come ahead of the layer that reads them;
     ``replicas``: ranks that share the micro-batches of each stage, empty: one each.
     """
 
@@ -40,10 +41,12 @@ class Costs:
         rate: float | None,
         budget: int | None,
         recompute: bool = False,
+        prefetches: bool = True,
         replicas: Sequence[int] = (),
     ) -> None:
         self.replicas = replicas
         self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
+        self.prefetches = prefetches
         self.recompute, layers = recompute, profile.layers
         self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
         sizes = [sizes_of([layer]) for layer in layers]
@@ -90,7 +93,8 @@ class Costs:
         sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
         sizes |= {"entered": self.forward_bytes[start], "largest": self.largest.of(start, end)}
         sizes["near"] = self.near.of(start, end)
-        sizes["neighbours"] = self.neighbours.of(self.with_parameters[start], self.with_parameters[end])
+        if self.prefetches:
+            sizes["neighbours"] = self.neighbours.of(self.with_parameters[start], self.with_parameters[end])
         return (copies or self.copies)[rank].of(**sizes, staying=staying)
 
     def staying(
@@ -163,6 +167,7 @@ class Costs:
             bytes_forward=self.forward_bytes[end],
             bytes_backward=self.backward_bytes[end],
             recompute=self.recompute,
+            prefetches=self.prefetches,
             **decided,
         )
 

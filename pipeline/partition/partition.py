@@ -118,6 +118,8 @@ def partition(
     weights: str = "latest",
     weights_tier: str = "device",
     parameters_tier: str = "device",
+    prefetches: bool | None = None,
+    by_element: bool = False,
     weights_first: bool = False,
     recompute: bool = False,
     prediction: bool = False,
@@ -151,6 +153,10 @@ def partition(
             "vertical_sync"; of ``1f1b`` "double_buffered".
         weights_tier: the same for a version of the weights that nothing reads right now.
         parameters_tier: where parameters and their optimizer state are while no layer reads them: the same.
+        prefetches: parameters in a tier come before the layer is reached that reads them; without, one
+            layer's are there at a time. None: as the memory allows.
+        by_element: the optimizer updates each element by itself, as Adam and SGD do, so that a tier updates
+            parameters in pieces.
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
@@ -173,8 +179,9 @@ def partition(
     asked_for = dict(locals())  # ahead of any other name
     # 1. what the request leaves open: tiers and replicas are searched by calls of this function
     check_arguments(profile, codec, extra_in_flight, optimizer_state)
-    open_ = {name: asked_for.pop(name) for name in ("memory", "tier", "parameters_tier", "recompute")}
-    if is_open(memory=memory, tier=tier, parameters_tier=parameters_tier):
+    left_open = ("memory", "tier", "parameters_tier", "recompute", "prefetches")
+    open_ = {name: asked_for.pop(name) for name in left_open}
+    if is_open(memory=memory, tier=tier, parameters_tier=parameters_tier, prefetches=prefetches):
         return cheapest(functools.partial(partition, **asked_for), profile, disk_rate=disk_rate, **open_)
     check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     given = named_cuts(profile, cuts) if cuts else None
@@ -222,7 +229,9 @@ def partition(
         make = functools.partial(one, laid, each)
 
     def there(programs: Programs) -> list[Copies]:
-        options = {"device": profile.device, "recompute": recompute, **held}
+        options = {
+            "device": profile.device, "recompute": recompute, "by_element": by_element, **held
+        }  # fmt: skip
         counts = waiting(programs, weights=weights, micro_batches=each)
         dealing = [*zip(several, weighed, strict=True)] if several else [(1, ())] * len(counts)
         each_has = [counts_of(own or (1,) * n, micro_batches) for n, own in dealing]
@@ -241,6 +250,7 @@ def partition(
         rate=None if link is None else parse_rate(link),
         budget=None if memory is None else parse_bytes(memory),
         recompute=recompute,
+        prefetches=prefetches is not False,
         replicas=several or (),
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)

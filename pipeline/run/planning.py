@@ -30,6 +30,7 @@ from ...stages.units import is_zero, share_of
 from ..data.samples import Samples
 from ..distributed.launcher import threads_per_rank
 from ..optimizer.optimizers import state_per_byte
+from ..optimizer.separability import seems_by_element
 from ..partition.choose import bytes_of_share
 from ..partition.partition import partition
 from ..schedules.instruction import Span
@@ -236,6 +237,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         "shares": config.replicas.shares if isinstance(config.replicas.shares, list) else (),
         "idle": config.replicas.idle,
         "optimizer_state": state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None,
+        "by_element": bool(config.optimizer) and seems_by_element(build.optimizer(config.optimizer)),
         "memory": memory.device,
         "tier": memory.tier,
         "weights_tier": memory.weights,

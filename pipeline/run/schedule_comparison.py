@@ -137,13 +137,14 @@ def compare(profile: Profile, **options: Any) -> Comparison:
 
     Raises:  PenstockError: nothing can be planned at all: what the first schedule says.
     """
+    known = {name: options[name] for name in ("optimizer_state", "by_element") if name in options}
     asked = [*((name, "latest") for name in SYNCHRONOUS), *ASYNCHRONOUS]
     candidates: list[Candidate] = []
     refused: dict[str, PenstockError] = {}
     for name, weights in asked:
         try:
             plan = partition(profile, schedule=name, weights=weights, **options)
-            candidates.append(candidate(profile, plan, optimizer_state=options.get("optimizer_state")))
+            candidates.append(candidate(profile, plan, **known))
         except PenstockError as error:
             refused[name if weights == "latest" else f"{name} {weights}"] = error
     if not candidates:
@@ -155,8 +156,11 @@ def compare(profile: Profile, **options: Any) -> Comparison:
     )
 
 
-def candidate(profile: Profile, plan: Plan, *, optimizer_state: float | None = None) -> Candidate:
-    """Simulate the step of a plan, with the bytes that ``profile`` measured and those of an optimizer.
+def candidate(
+    profile: Profile, plan: Plan, *, optimizer_state: float | None = None, by_element: bool = False
+) -> Candidate:
+    """Simulate the step of a plan, with the bytes that ``profile`` measured and those of an optimizer, as
+    ``partition`` is told of it.
 
     Raises:  ScheduleError: the schedule does not suit the plan's stages, ranks or micro-batches.
     """
@@ -169,7 +173,7 @@ def candidate(profile: Profile, plan: Plan, *, optimizer_state: float | None = N
     return Candidate(
         plan=plan,
         panel=panel,
-        memory=_memory(profile, plan, programs, versions, optimizer_state),
+        memory=_memory(profile, plan, programs, versions, optimizer_state, by_element=by_element),
         live_micro_batches=live_micro_batches(programs),
         live_versions=versions,
     )
@@ -202,7 +206,13 @@ def _stream(plan: Plan) -> tuple[Programs, Panel]:
 
 
 def _memory(
-    profile: Profile, plan: Plan, programs: Programs, versions: tuple[int, ...], state: float | None
+    profile: Profile,
+    plan: Plan,
+    programs: Programs,
+    versions: tuple[int, ...],
+    state: float | None,
+    *,
+    by_element: bool,
 ) -> tuple[int, ...]:
     """Peak bytes on every rank, over all instants of its program."""
     layers = {layer.name: layer for layer in profile.layers}
@@ -210,6 +220,7 @@ def _memory(
 
     def held(number: int, in_flight: int) -> int:
         stage, options = plan.stages[number], {"optimizer_state": state, "device": profile.device}
+        options["by_element"] = by_element
         decided = ("tier", "weights_tier", "parameters_tier", "recompute")
         options |= {name: getattr(stage, name) for name in decided}
         counts = counts_of(plan.shares[number], plan.micro_batches)
@@ -217,6 +228,7 @@ def _memory(
         if plan.sharded and plan.owners == "spread":
             options["optimizer_state"] = (1.0 if state is None else state) / len(counts)
         there = copies(in_flight, old_versions=versions[number] - 1, **options)
-        return there.of(**sizes[number], entered=plan.bytes_entering(number), staying=stage.staying_bytes)
+        bytes_of = sizes[number] if stage.prefetches else {**sizes[number], "neighbours": 0}
+        return there.of(**bytes_of, entered=plan.bytes_entering(number), staying=stage.staying_bytes)
 
     return most_held(programs, held)

@@ -22,7 +22,7 @@ from .fingerprints import Fact, of_process
 
 EVERY = 100  # batches between two that are compared
 DECISIONS = (
-    "device", "tier", "weights_tier", "parameters_tier", "staying_bytes", "recompute",
+    "device", "tier", "weights_tier", "parameters_tier", "staying_bytes", "prefetches", "recompute",
     "codecs", "gradient_codecs",
 )  # of a stage  # fmt: skip
 

@@ -234,4 +234,5 @@ def mirror_of(
         min_bytes=LEAST_MIRRORED,
         weights_first=plan.weights_first,
         ahead=ahead,
+        prefetches=plan.stages[index].prefetches,
     )

@@ -106,6 +106,19 @@ class Share:
         self._counter.add(num_bytes - before)
 
 
+MOST_PIECE_BYTES = 16 << 20
+_PAGE = 4096
+
+
+def piece_bytes(num_bytes: int) -> int:
+    """Return the size of the pieces in which a tier off the device keeps a tensor of so many bytes, so that
+    little of it has to be there while it is added to or updated: a quarter, at most 16 MiB; below 1 MiB: all.
+    """
+    if num_bytes < 1 << 20:
+        return num_bytes
+    return min(MOST_PIECE_BYTES, -(-num_bytes // (4 * _PAGE)) * _PAGE)
+
+
 NAMES: Final = ("device", "packed", "host", "disk")
 _ROOM = 2  # one part in so many of what a limit leaves free is for what is about to be saved
 

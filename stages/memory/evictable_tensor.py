@@ -8,9 +8,10 @@ strides and its address mod 64 come back as they were: other ones would pick oth
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from ...compression.codec import decode, encode
 from ...compression.frame import ALIGNMENT
 from ..device import is_gpu
 from ..worker import Worker
-from .byte_budget import Share
+from .byte_budget import Share, piece_bytes
 from .packer import FOR_SAVED, WORTH
-from .saved_storage import Bytes, TensorView, bytes_around, empty, is_elements, new_bytes, row_view, view_of
+from .saved_storage import TensorView, bytes_around, empty, is_elements, new_bytes, row_view, view_of
 from .stores import Store, UnpooledBuffers
 
 
@@ -66,16 +67,34 @@ class TensorStore:
 class EvictableTensor:
     """The bytes of one tensor in a store, or near.
 
-    A frame that is not packed is the tensor's own memory, which changes hands: where a store leaves frames
-    in memory nothing is copied."""
+    Where a store takes frames off the device they are pieces of the tensor, of ``piece_bytes``. A frame that
+    is not packed is the tensor's own memory, which changes hands: where a store leaves frames in memory
+    nothing is copied.
+
+    Attributes: num_bytes: of the tensor; places: of each piece, where it lies among the tensor's elements."""
 
     def __init__(self, frames: TensorStore, tensor: Tensor) -> None:
         """Take note of how ``tensor`` lies in memory; nothing moves yet."""
-        self._frames, self._key = frames, object()
-        self._view: TensorView = view_of(tensor)._replace(start=0)
+        self._frames = frames
+        self.view: TensorView = view_of(tensor)._replace(start=0)
         self._device, self._address = tensor.device, tensor.data_ptr() % ALIGNMENT
-        self.num_bytes = self._view.num_bytes
-        self._packs, self._packed, self.stored = frames.packs, False, False
+        self.num_bytes = self.view.num_bytes
+        num_elements = self.num_bytes // tensor.itemsize
+        step = num_elements
+        if frames.store.offloads_from(tensor.device):
+            step = piece_bytes(self.num_bytes) // tensor.itemsize
+        self.places = [
+            slice(first, min(first + step, num_elements)) for first in range(0, num_elements, step)
+        ]
+        self._keys = [object() for _ in self.places]
+        self._packs, self._is_packed, self.stored = frames.packs, [False] * len(self.places), False
+
+    def alike(self) -> EvictableTensor:
+        """Return the place of another tensor that lies in memory like this one; the store has none of it."""
+        other = copy.copy(self)
+        other._keys = [object() for _ in self.places]
+        other._packs, other._is_packed, other.stored = self._frames.packs, [False] * len(self.places), False
+        return other
 
     def put(self, tensor: Tensor, *, written: bool = True) -> bool:
         """Have the store keep the bytes of ``tensor``, which is to let go of them; False: it has no room.
@@ -83,24 +102,53 @@ class EvictableTensor:
         Args:    written: it may differ from what the store has, if that has it."""
         if self.stored and not written:
             return True
-        self.drop()
-        row = row_view(self.num_bytes // tensor.itemsize, tensor.dtype)
-        flat = row.over(bytes_around(0, tensor))
-        frame, store = self._frame(flat), self._frames.store
-        if not store.admit(self._key, frame.num_bytes):
+        flat = self.flat(tensor)
+        if not all(self.put_piece(n, flat[place]) for n, place in enumerate(self.places)):
+            self.drop()
+            return False
+        return True
+
+    def put_piece(self, number: int, flat: Tensor) -> bool:
+        """Have the store keep these elements as one piece; False: it has no room."""
+        store, key, num_bytes = self._frames.store, self._keys[number], flat.numel() * flat.itemsize
+        store.drop(key)
+        frame = self._frame(number, flat)
+        if not store.admit(key, frame.num_bytes):
             return False
         resident = self._frames.resident  # from here on the store counts it
-        resident.set(resident.num_bytes - self.num_bytes)
-        store.put(self._key, frame)
+        resident.set(resident.num_bytes - num_bytes)
+        store.put(key, frame)
         self.stored = True
-        self._frames.count(out=self.num_bytes)
+        self._frames.count(out=num_bytes)
         return True
 
     def get(self) -> Tensor:
         """Return the tensor in memory, to be read; the store keeps its bytes."""
-        self._frames.count(came=self.num_bytes)
+        if len(self.places) == 1:
+            return self.view.over(bytes_around(0, self.get_piece(0)))
+        tensor = self.empty()
+        flat = self.flat(tensor)
+        for number, place in enumerate(self.places):
+            self.get_piece(number, flat[place])
+        return tensor
+
+    def get_piece(self, number: int, into: Tensor | None = None) -> Tensor:
+        """Return the elements of one piece, which the store keeps, to be read; in ``into``, if given."""
+        place, dtype, is_packed = self.places[number], self.view.dtype, self._is_packed[number]
+        row = row_view(place.stop - place.start, dtype)
+        self._frames.count(came=row.num_bytes)
         with self._frames.reading(self._device):
-            return self._view.over(self._bytes_of(self._frames.store.get(self._key)))
+            frame = self._frames.store.get(self._keys[number])
+            if not is_packed and (into is not None or frame.pool is not self._frames.own):
+                if into is None:
+                    address = (self._address + place.start * dtype.itemsize) % ALIGNMENT
+                    into = row.over(new_bytes(row.num_bytes, address, frame.buffer.device))
+                into.view(torch.uint8).copy_(frame.bytes)
+                return into
+            elements = decode(frame.bytes) if is_packed else frame.buffer
+        assert elements is not None, "a tensor has bytes"
+        found = row.over(bytes_around(0, elements))
+        return found if into is None else into.copy_(found)
 
     def take(self) -> Tensor:
         """Return the tensor in memory, to be written; the store forgets it."""
@@ -108,6 +156,21 @@ class EvictableTensor:
             tensor = self.get()
         self.drop()
         return tensor
+
+    def add(self, tensor: Tensor) -> bool:
+        """Add ``tensor``, which lies in memory as this one does, piece by piece to what the store has; False:
+        the store has no room."""
+        flat = self.flat(tensor)
+        for number, place in enumerate(self.places):
+            self.fetch([number + 1])
+            piece = self.get_piece(number)
+            if not self.put_piece(number, piece.add_(flat[place])):
+                return False
+        return True
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Return the elements of ``tensor``, which lies in memory like this one, in the order of memory."""
+        return row_view(self.num_bytes // tensor.itemsize, tensor.dtype).over(bytes_around(0, tensor))
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of ``tensor`` that lies in memory as this one does."""
@@ -117,51 +180,41 @@ class EvictableTensor:
 
     def empty(self) -> Tensor:
         """Return a tensor of any values that lies in memory as this one does."""
-        return self._view.over(new_bytes(self.num_bytes, self._address, self._device))
+        return self.view.over(new_bytes(self.num_bytes, self._address, self._device))
 
-    def fetch(self) -> None:
-        """It is wanted soon: have the store begin to bring it."""
-        if self.stored:
-            self._frames.store.fetch(self._key)
+    def fetch(self, numbers: Iterable[int] | None = None) -> None:
+        """It is wanted soon, or these pieces are: have the store begin to bring them."""
+        for number in range(len(self.places)) if numbers is None else numbers:
+            if self.stored and number < len(self.places):
+                self._frames.store.fetch(self._keys[number])
 
     @property
     def like(self) -> Tensor:
         """A tensor of its shape, strides and dtype, without memory."""
-        return torch.empty_strided(self._view.size, self._view.stride, dtype=self._view.dtype, device="meta")
+        return torch.empty_strided(self.view.size, self.view.stride, dtype=self.view.dtype, device="meta")
 
     @property
     def takes_time(self) -> bool:
         """Return whether ``get`` has something to do that another thread may: a GPU has its own order."""
-        away = self._packed or self._frames.store.offloads_from(self._device)
+        away = any(self._is_packed) or self._frames.store.offloads_from(self._device)
         return away and not is_gpu(self._device)
 
     def drop(self) -> None:
         """Forget what the store has."""
-        if self.stored:
-            self._frames.store.drop(self._key)
+        for key in self._keys:
+            self._frames.store.drop(key)
         self.stored = False
 
-    def _frame(self, flat: Tensor) -> Frame:
-        own = self._frames.own
+    def _frame(self, number: int, flat: Tensor) -> Frame:
+        own, num_bytes = self._frames.own, flat.numel() * flat.itemsize
         if self._packs:
             packed = encode(flat, FOR_SAVED)
-            if packed.numel() * WORTH <= self.num_bytes:
-                self._packed = True
+            if packed.numel() * WORTH <= num_bytes:
+                self._is_packed[number] = True
                 return Frame(packed, packed.numel(), own)
             self._packs = False  # dense numbers stay dense
-        self._packed = False
-        return Frame(flat.view(torch.uint8), self.num_bytes, own)
-
-    def _bytes_of(self, frame: Frame) -> Bytes:
-        if self._packed:
-            flat = decode(frame.bytes)
-            assert flat is not None, "a tensor has bytes"
-            return bytes_around(0, flat)
-        if frame.pool is self._frames.own:
-            return bytes_around(0, frame.buffer)
-        found = new_bytes(self.num_bytes, self._address, frame.buffer.device)
-        row_view(self.num_bytes, torch.uint8).over(found).copy_(frame.bytes)
-        return found
+        self._is_packed[number] = False
+        return Frame(flat.view(torch.uint8), num_bytes, own)
 
 
 def hollow(tensor: Tensor) -> None:

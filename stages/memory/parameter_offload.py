@@ -3,7 +3,8 @@
     forward    a layer's parameters come before it and leave after it
     backward   they come when the first of its nodes reads them, or when their gradient has been computed;
                a gradient leaves as soon as it was added, and its parameter with it
-    update     layer by layer: parameters, gradients and what the optimizer keeps of them come, and leave
+    update     layer by layer: parameters, gradients and what the optimizer keeps of them come, and leave;
+               piece by piece, where the optimizer updates every element by itself
 
 What autograd saved of a parameter is a note of where it lies in it: who reads the note has it brought.
 """
@@ -13,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,7 +28,7 @@ from ..torch_private import gradient_hooks, memory_id, version_of
 from ..tracing.dataflow import Probe
 from ..tracing.layers import Layer, Parts, Traced
 from .evictable_tensor import EvictableTensor, TensorStore, hollow, may_leave
-from .saved_storage import TensorView, bytes_around, is_elements, refuse_written, view_of
+from .saved_storage import TensorView, bytes_around, empty, is_elements, refuse_written, view_of
 from .stores import Store
 
 
@@ -128,6 +129,7 @@ def sharing(tensors: Iterable[Tensor]) -> set[int]:
 
 
 Kept = Mapping[Any, Any]  # what an optimizer keeps of a parameter
+NO_ROOM = "the store of a mirror has no room for a gradient; raise its budget"
 
 
 class EvictableParameter:
@@ -218,7 +220,7 @@ class EvictableParameter:
                 self._soon = True
                 self._frames.ahead.try_submit(self._bring)
         if gradient and self._gradient is not None:
-            self._gradient.fetch()
+            self._gradient.fetch([0] if self.adds_in_store else None)
 
     def _bring(self) -> None:
         """In the thread of ``TensorStore``: have its values at hand; nobody writes to them before."""
@@ -244,6 +246,14 @@ class EvictableParameter:
         _reorder(on_gradient, lambda key: key != ahead.id)
         _reorder(behind_it, lambda key: key == behind.id)
 
+    @property
+    def adds_in_store(self) -> bool:
+        """Return whether a gradient is added in the store, piece by piece: nobody else looks at the sum."""
+        if self._gradient is None or len(self._gradient.places) == 1:
+            return False
+        _, behind = gradient_hooks(self.parameter)
+        return len(behind) == 1
+
     def bring_gradient(self) -> None:
         """Bring what there is of its gradient, to be written; its values are resident."""
         if self._gradient is not None:
@@ -253,6 +263,17 @@ class EvictableParameter:
     def push_gradient(self) -> None:
         """Its gradient leaves; one that is not dense stays, and what finds no room."""
         gradient = self.parameter.grad
+        if gradient is not None and self._gradient is not None:  # it is to be added to what waits
+            if (
+                may_leave(gradient, min_bytes=1)
+                and view_of(gradient)._replace(start=0) == self._gradient.view
+            ):
+                if not self._gradient.add(gradient):
+                    raise StageError(NO_ROOM)
+                self.parameter.grad = None
+                return
+            gradient = self.parameter.grad = self._gradient.take().add_(gradient)
+            self._gradient = None
         if gradient is not None and may_leave(gradient, min_bytes=1):
             memory = EvictableTensor(self._frames, gradient)
             if memory.put(gradient):
@@ -266,7 +287,7 @@ class EvictableParameter:
         """The gradient that was looked at leaves again."""
         if gradient is not None and self._gradient is not None:
             if not self._gradient.put(gradient, written=written):
-                raise StageError("the store of a mirror has no room for a gradient; raise its budget")
+                raise StageError(NO_ROOM)
 
     def forget_gradient(self) -> None:
         """It has no gradient any more."""
@@ -311,6 +332,66 @@ class EvictableParameter:
         """Forget the count of writes since it left."""
         self._version = version_of(self.parameter)
 
+    # -- all of it, a piece at a time ---------------------------------------------------------------------
+
+    def comes_in_pieces(self, kept: Kept) -> bool:
+        """Return whether ``pieces`` has several: values, gradient and what is kept of it lie alike."""
+        gradient, view = self._gradient, self._memory.view
+        if self.is_resident or gradient is None or len(self._memory.places) == 1:
+            return False
+        away = [memory.view for key, memory in self._state.items() if memory.stored and key in kept]
+        near = [view_of(item)._replace(start=0) for item in kept.values() if _is_whole(item)]
+        return all(other == view for other in (gradient.view, *away, *near))
+
+    def pieces(self, state: MutableMapping[Tensor, dict[Any, Any]], *, written: bool) -> Iterator[Parameter]:
+        """Yield a parameter for each piece, with its gradient and its part of the ``state``; updates stay.
+
+        Args:    state: of the optimizer, which has that of this parameter, if any.
+                 written: the gradient is written to as well."""
+        self._refuse_written()
+        values, gradient, kept = self._memory, self._gradient, state.get(self.parameter, {})
+        assert gradient is not None, "comes_in_pieces() says so"
+        away = {key: memory for key, memory in self._state.items() if memory.stored and key in kept}
+        new: dict[Any, EvictableTensor] = {}
+        part: dict[Any, Any] = {}
+        for number, place in enumerate(values.places):
+            # 1. the piece comes, and the next one soon
+            for memory in (values, gradient, *away.values()):
+                memory.fetch([number + 1])
+            is_last, part = place is values.places[-1], {}
+            with self._frames.exposed():
+                piece = Parameter(values.get_piece(number))
+                piece.grad = gradient.get_piece(number)
+                for key, item in kept.items():
+                    if key in away:
+                        part[key] = away[key].get_piece(number)
+                    elif _is_whole(item):
+                        part[key] = values.flat(item)[place]
+                    else:  # a number of steps, which every piece counts
+                        part[key] = item.clone() if isinstance(item, Tensor) and not is_last else item
+            # 2. it is updated
+            if part:
+                state[piece] = part
+            yield piece
+            part = state.pop(piece, {})
+            # 3. it leaves
+            found = [(values, piece.data)] + [(gradient, piece.grad)] * written
+            for key, item in part.items():
+                if key in kept and _is_whole(kept[key]):
+                    values.flat(kept[key])[place].copy_(item)
+                elif _is_whole(item):
+                    if key not in away and key not in new:
+                        new[key] = values.alike()
+                    found.append((away.get(key) or new[key], item))
+            if not all(memory.put_piece(number, elements) for memory, elements in found):
+                raise StageError(NO_ROOM)
+        self._state |= new
+        if part:
+            gone = empty(self.parameter.dtype, self.parameter.device)
+            state[self.parameter] = {
+                key: kept.get(key, gone.clone()) if _is_whole(item) else item for key, item in part.items()
+            }
+
     # -- all of it, to be written -------------------------------------------------------------------------
 
     def pull(self, kept: Kept, *, is_shared: bool) -> None:
@@ -330,10 +411,15 @@ class EvictableParameter:
         """Gradient and what is kept of ``min_bytes`` or more leave, as they are now."""
         self.push_gradient()
         for key, item in kept.items():
-            if isinstance(item, Tensor) and may_leave(item, min_bytes=min_bytes):
+            if _is_whole(item) and may_leave(item, min_bytes=min_bytes):
                 memory = self._state[key] = EvictableTensor(self._frames, item)
                 if memory.put(item):
                     hollow(item)
+
+
+def _is_whole(item: Any) -> TypeGuard[Tensor]:
+    """Return whether an optimizer keeps this for the elements of a parameter, and it is near: no count."""
+    return isinstance(item, Tensor) and item.numel() > 1
 
 
 def _reorder(hooks: dict[int, Any], place: Callable[[int], bool]) -> None:
@@ -370,7 +456,7 @@ class OffloadedVersion:
 
 
 Turn = Sequence[Parameter]
-RESIDENT_LAYERS = 2  # layers whose parameters stay near in a backward, where branches of a network take turns
+RESIDENT_LAYERS = 2  # that stay near in a backward, where branches of a network take turns and there is room
 
 
 class OffloadedParameters:
@@ -382,7 +468,7 @@ class OffloadedParameters:
 
     def __init__(
         self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int,
-        weights_first: bool = False, ahead: int = 1,
+        weights_first: bool = False, ahead: int = 1, prefetches: bool = True,
     ) -> None:  # fmt: skip
         """Begin with all of them near.
 
@@ -390,8 +476,10 @@ class OffloadedParameters:
                  packs: they are packed where that pays.
                  min_bytes: smaller ones stay near, as smaller tensors of an optimizer do.
                  weights_first: a backward reads a parameter again after its gradient was computed.
-                 ahead: number of turns that are brought ahead."""
-        self._weights_first, self._ahead = weights_first, ahead
+                 ahead: number of turns that are brought ahead.
+                 prefetches: there is room for any; else each comes when the one before has left."""
+        self._weights_first, self._ahead = weights_first, ahead * prefetches
+        self._most_resident = RESIDENT_LAYERS if prefetches else 1
         self.frames, self._min_bytes = TensorStore(store, packs=packs), min_bytes
         self._all: dict[int, EvictableParameter] = {}
         self._by_layer: dict[str, list[EvictableParameter]] = {}
@@ -466,16 +554,19 @@ class OffloadedParameters:
             self._note()
             self.prefetch(max(one.turn for one in wanted) + 1)
 
-    def prefetch(self, turn: int, *, step: int = 1) -> None:
+    def prefetch(self, turn: int, *, step: int = 1, whole: bool = True) -> None:
         """Begin to bring the parameters of the turns that are wanted soon, and in a backward their gradients.
 
-        Args:    turn: the next one; step: 1 in a forward and an update, -1 in a backward."""
-        self._expect([n for n in range(turn, turn + step * self._ahead, step) if 0 <= n < len(self.turns)])
+        Args:    turn: the next one; step: 1 in a forward and an update, -1 in a backward.
+                 whole: also those that are kept in several pieces."""
+        turns = [n for n in range(turn, turn + step * self._ahead, step) if 0 <= n < len(self.turns)]
+        self._expect(turns, whole=whole)
 
-    def _expect(self, turns: Sequence[int]) -> None:
+    def _expect(self, turns: Sequence[int], *, whole: bool = True) -> None:
         """Begin to bring these turns, in this order, and let go of others that were brought ahead."""
         before = self._soon
-        self._soon = [self._all[id(parameter)] for turn in turns for parameter in self.turns[turn]]
+        wanted = [self._all[id(parameter)] for turn in turns for parameter in self.turns[turn]]
+        self._soon = [one for one in wanted if whole or len(one.memory.places) == 1]
         for one in before:
             if one.turn not in turns:
                 one.forget_prefetched()
@@ -513,19 +604,21 @@ class OffloadedParameters:
         """Bring what a backward reads; what was near longest leaves."""
         if one.is_resident:
             return
+        is_next = not self._walks and one.turn not in self._recent
+        if is_next and len(self._recent) == self._most_resident:
+            last = self._recent.pop(0)
+            for other in [other for other in self._resident if other.turn == last]:
+                self._evict(other)
         self._load(one)
-        if not self._walks and one.turn not in self._recent:
-            self.prefetch(one.turn - 1, step=-1)
+        if is_next:
             self._recent.append(one.turn)
-            if len(self._recent) > RESIDENT_LAYERS:
-                last = self._recent.pop(0)
-                for other in [other for other in self._resident if other.turn == last]:
-                    self._evict(other)
+            self.prefetch(one.turn - 1, step=-1)
 
     def _arrives(self, one: EvictableParameter, gradient: Tensor) -> None:
         """Ahead of adding ``gradient``: what there is of it comes."""
         self._ensure_resident(one)
-        one.bring_gradient()
+        if not one.adds_in_store:
+            one.bring_gradient()
 
     def _added(self, one: EvictableParameter, _: Tensor) -> None:
         self._note()
@@ -622,6 +715,23 @@ class OffloadedParameters:
         for parameter in turn:
             self._evict(self._all[id(parameter)])
 
+    def pieces(self, parameter: Parameter, *, written: bool) -> Iterator[Parameter] | None:
+        """Return the pieces of ``parameter`` for an update of each by itself; None: it comes as a whole.
+
+        Args:    written: the gradients are written to as well."""
+        one, optimizer = self._all[id(parameter)], self._optimizer
+        if optimizer is None or self._versions or not one.comes_in_pieces(self._kept(parameter)):
+            return None
+        return self._counted(one, one.pieces(optimizer.state, written=written))
+
+    def _counted(self, one: EvictableParameter, pieces: Iterator[Parameter]) -> Iterator[Parameter]:
+        for piece in pieces:
+            yield piece
+            beside = (piece.data, piece.grad, *self._kept(piece).values())
+            self._note(sum(t.nbytes for t in beside if isinstance(t, Tensor)))
+        one.push(self._kept(one.parameter), min_bytes=self._min_bytes)  # what was kept near till now
+        self._note()
+
     @property
     def hooks(self) -> set[int]:
         """Numbers of the hooks that see a gradient of these parameters behind a backward."""
@@ -679,6 +789,6 @@ class OffloadedParameters:
     def _kept(self, parameter: Parameter) -> Kept:
         return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
 
-    def _note(self) -> None:
-        self.frames.resident.set(near := self.resident_bytes)
+    def _note(self, beside: int = 0) -> None:
+        self.frames.resident.set(near := self.resident_bytes + beside)
         self.peak_bytes = max(self.peak_bytes, near)

@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 
 from ...compression.names import HOST
+from ..memory.byte_budget import piece_bytes
 
 MOVING = 2  # runs of layers, or versions whose weights, are there in a tier: one is read, one moves
-NEIGHBOURS = 3  # layers of a mirror: one that runs, one before it, one that comes
-GRADIENTS = 2  # of a parameter: one that arrives, one that it is added to
+NEIGHBOURS = 3  # layers of a mirror that prefetches: one that runs, one before it, one that comes
 AWAY = ("host", "disk")  # tiers that take what they keep off a device that is no CPU
 GONE = ("disk",)  # tiers that take it off every device
 
@@ -25,8 +25,8 @@ class Copies:
     """Number of copies of the bytes of layers: their parameters, what a micro-batch saves as it is, and that
     packed; what entered with it, where the rest is made again. ``near``: what the layers save that are near
     the one that runs, where the rest leaves. ``largest``: of the parameters of the layer that has most, where
-    layers have theirs only while they run; then those of its ``neighbours`` may be there, too, and those that
-    are ``staying``."""
+    layers have theirs only while they run; ``pieces``: of a piece of them, where they are updated so. Then
+    those of its ``neighbours`` may be there, too, and those that are ``staying``."""
 
     parameters: float
     saved: int
@@ -34,6 +34,7 @@ class Copies:
     near: int = 0
     entered: int = 0
     largest: float = 0
+    pieces: float = 0
     staying: float = 0
 
     def of(
@@ -50,13 +51,19 @@ class Copies:
     ) -> int:
         """Bytes in all; ``packed``: what is left of ``saved`` when it is packed; ``near``: the most of it
         that layers near each other save, None: all of it; ``neighbours``: the most parameters of
-        ``NEIGHBOURS`` layers; ``staying``: those of layers that keep theirs, where the others do not."""
+        ``NEIGHBOURS`` layers, 0 where layers wait for theirs; ``staying``: those of layers that keep theirs,
+        where the others do not."""
         kept = self.saved * saved
         if self.near:  # where layers are few, nothing is far
             kept = min(kept, self.near * (saved if near is None else near) + self.packed * packed)
         kept += math.ceil(self.staying * staying)
         if self.largest:
-            kept += max(math.ceil(self.largest * largest), neighbours + GRADIENTS * largest)
+            piece = piece_bytes(largest)
+            backward = max(neighbours, largest) + largest + piece  # a gradient comes, and is added to another
+            update = self.largest * largest
+            if self.pieces and piece < largest:  # replicas add up whole gradients ahead of it
+                update = max(self.pieces * piece, (1 + self.largest - self.pieces) * largest)
+            kept += max(math.ceil(update), backward)
         return math.ceil(self.parameters * parameters) + kept + self.entered * entered
 
 
@@ -70,6 +77,7 @@ def copies(
     parameters_tier: str = "device",
     recompute: bool = False,
     exchanged: float = 0,
+    by_element: bool = False,
     device: str = HOST,
 ) -> Copies:
     """Return what is there with so many micro-batches in flight, on a rank that computes on ``device``.
@@ -80,8 +88,9 @@ def copies(
     ``MOVING`` runs of near layers as it is, and of all layers what is left of it packed. A tier that is
     ``AWAY`` leaves nothing of that on a device, but on a CPU its memory is the rank's own, unless it is
     ``GONE`` from there too. With ``recompute`` it is what one of them saved, and what entered with all. With
-    ``parameters_tier`` the parameters of neighbours are there, with two gradients of the largest layer, or in
-    an update all that belongs to one layer; and what waits where the tier leaves it on the device.
+    ``parameters_tier`` the parameters of neighbours are there, with a gradient of the largest layer and a
+    piece of one, or in an update all that belongs to a layer: to a piece of it, where the optimizer updates
+    ``by_element``; and what waits where the tier leaves it on the device.
     ``exchanged``: how often the parameters' bytes are there for replicas to sum up gradients.
     """
     here = min(in_flight, 1) if recompute else in_flight
@@ -97,7 +106,8 @@ def copies(
         return Copies(parameters=whole + versions, **there)
     if parameters_tier not in leaves:
         return Copies(parameters=whole + old_versions, largest=whole, **there)  # versions wait where it waits
-    return Copies(parameters=0, largest=whole, staying=whole, **there)
+    pieces = 2 + state if by_element and device == HOST else 0
+    return Copies(parameters=0, largest=whole, pieces=pieces, staying=whole, **there)
 
 
 def exchanges(counts: Sequence[int], *, exact: bool) -> int:

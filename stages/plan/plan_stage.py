@@ -99,7 +99,8 @@ class PlanStage:
     wait for their backward (``TIERS``); ``weights_tier``: where a version of its weights waits that no
     instruction reads right now; ``parameters_tier``: where its parameters are, with their gradients and what
     the optimizer keeps, while no layer reads them, but for ``staying_bytes`` of them, which stay with the
-    device; ``recompute``: whether a backward runs its forward again.
+    device; ``prefetches``: whether parameters come before the layer that reads them is reached; else one
+    layer's are there at a time; ``recompute``: whether a backward runs its forward again.
     ``codecs``: by name of a value that the stage makes and sends, the codec that it travels in, or under
     "auto" begins with; ``gradient_codecs``: the same for the gradients that it sends up, by name of their
     values. What has no codec here has that of the plan.
@@ -122,6 +123,7 @@ class PlanStage:
     weights_tier: str = "device"
     parameters_tier: str = "device"
     staying_bytes: int = 0
+    prefetches: bool = True
     recompute: bool = False
     shares: tuple[int, ...] = ()
     codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)

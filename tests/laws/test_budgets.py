@@ -1,12 +1,15 @@
 """A rank keeps to its memory, whatever share of what it needs that is, and trains with the same bits."""
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from law import beside
 from reference import plain_loop, same_bits
 from torch import Tensor, nn
+from torchvision import models
 
 import penstock
 
@@ -119,3 +122,60 @@ def test_what_a_full_host_tier_does_not_take_goes_to_disk_with_the_same_bits(tmp
     assert differences(state) == []
     assert reports[-1].stages[0].host_tier <= 1 << 20
     assert reports[-1].stages[0].disk_tier > 0
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    widths = itertools.pairwise([64, 1024, 1024, 3072, 8])
+    return nn.Sequential(*(m for before, after in widths for m in (nn.Linear(before, after), nn.ReLU())))
+
+
+def network(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = getattr(models, name)()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "share", "shape"),
+    [
+        (wide, "60%", (64,)),
+        *(
+            pytest.param(functools.partial(network, name), share, (3, 64, 64), marks=pytest.mark.slow)
+            for name, share in [
+                ("resnet18", "25%"),
+                ("squeezenet1_1", "25%"),
+                ("mobilenet_v3_small", "25%"),
+                ("vgg11_bn", "60%"),
+            ]
+        ),
+    ],
+)
+def test_the_largest_layer_and_its_gradient_bound_a_budget(make, share, shape, tmp_path):
+    """The update takes pieces, and no other layer's parameters are there."""
+    told: Any = {"loss": nn.functional.cross_entropy, "micro_batches": 2}
+    told["optimizer"] = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    example = (torch.randn(2, *shape),)
+    profile = penstock.measure(penstock.trace(make(), example), example, repeats=1)
+    plan = penstock.partition(
+        profile, ranks=1, stages=2, micro_batches=2, memory=share, by_element=True,
+        tier="auto", parameters_tier="auto",
+    )  # fmt: skip
+    model = make()
+    pipe = penstock.Pipeline(
+        model,
+        plan,
+        loss=told["loss"],
+        optimizer=told["optimizer"],
+        disk=penstock.DiskOptions(path=tmp_path),
+    )
+    batches = [(torch.randn(4, *shape), torch.randint(8, (4,))) for _ in range(2)]
+    assert beside(pipe, make(), batches, **told) == []
+    pipe.step(*batches[0])  # looking at the state brought all
+    held = pipe.step(*batches[0]).stages[0].device_tier
+    assert plan.memory is not None
+    assert held <= 1.05 * plan.memory + pipe.engine.frames.transport.pool.num_bytes
+    pipe.close()

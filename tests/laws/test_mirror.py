@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import OPTIMIZERS
-from far import FarStore
+from far import FarStore, small_pieces
 from law import beside, everything_leaves, state_differences
 from reference import plain_loop, same_bits
 from small_pipelines import pipeline_of
@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zoo import build, cross_entropy
 
 from penstock import PlanError, StageError
+from penstock.pipeline.optimizer.separability import BY_ELEMENT
 from penstock.pipeline.runtime import ownership
 
 
@@ -22,6 +23,7 @@ from penstock.pipeline.runtime import ownership
 def everything_moves(monkeypatch):
     """Else little of these small models leaves."""
     monkeypatch.setattr(ownership, "LEAST_MIRRORED", 1)
+    small_pieces(monkeypatch)
 
 
 @pytest.fixture
@@ -84,6 +86,14 @@ def test_few_of_twelve_layers_are_near_at_a_time(tier, recompute, far):
         assert bytes_near(model, optimizer) == 0
     assert one <= most <= 4 * one  # of 48: a parameter, its gradient, and what Adam keeps of it
     assert most <= pipe.stages[0].mirror.peak_bytes <= 5 * one + 64  # and one that is brought ahead
+
+
+def test_without_prefetching_one_layer_is_near_at_a_time(far):
+    told: Any = {"loss": squares, "optimizer": torch.optim.AdamW, "micro_batches": 4}
+    pipe, one = made(deep(), prefetches=False, **told), 64 * 64 * 4
+    assert beside(pipe, deep(), [(BATCH, BATCH)] * 3, **told) == []
+    pipe.step(BATCH, BATCH)
+    assert one <= pipe.stages[0].mirror.peak_bytes <= 2 * one + 64  # a parameter, and its gradient
 
 
 def test_nothing_keeps_the_memory_of_a_parameter_that_left(far):
@@ -154,6 +164,41 @@ KINDS: dict[str, Any] = {  # whose states are of other shapes than their paramet
 def test_optimizers_that_treat_each_parameter_by_itself_keep_their_bits(kind, far):
     told: Any = {"loss": squares, "optimizer": KINDS[kind], "micro_batches": 4, "clip": 0.01}
     assert beside(made(deep(3), **told), deep(3), [(BATCH, BATCH)] * 3, **told) == []
+
+
+@pytest.mark.parametrize("kind", [*sorted(kind.__name__ for kind in BY_ELEMENT), "Muon", "fused"])
+def test_an_optimizer_of_single_elements_takes_a_piece_at_a_time(kind, far):
+    if kind == "fused":
+        optimizer: Any = lambda named: torch.optim.AdamW(named, fused=True)  # noqa: E731
+    else:
+        optimizer = getattr(torch.optim, kind)
+    told: Any = {"loss": squares, "optimizer": optimizer, "micro_batches": 4, "clip": 0.01}
+    pipe, sizes = made(deep(3), **told), []
+    of_stage = pipe.update.optimizers[0]
+    step = of_stage.step
+
+    def watched() -> None:
+        sizes.extend(p.numel() for group in of_stage.param_groups for p in group["params"])
+        step()
+
+    of_stage.step = watched
+    assert beside(pipe, deep(3), [(BATCH, BATCH)] * 3, **told) == []
+    assert (max(sizes) < 64 * 64) == (kind not in ("Muon", "fused"))
+
+
+def test_a_hook_behind_a_gradient_sees_the_sum_of_micro_batches(far):
+    def watched(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        return seen
+
+    model, plain = deep(3), deep(3)
+    pipe, told = made(model), {"loss": squares, "optimizer": torch.optim.AdamW, "micro_batches": 4}
+    ours, expected = watched(model), watched(plain)
+    assert beside(pipe, plain, [(BATCH, BATCH)] * 2, **told) == []
+    assert len(ours) == len(expected) == 2 * 4 * 3
+    assert all(map(same_bits, ours, expected))
 
 
 def test_one_with_hooks_on_its_steps_is_refused_where_parameters_leave_alone():

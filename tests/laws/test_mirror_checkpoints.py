@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from far import FarStore
+from far import FarStore, small_pieces
 from test_mirror import BATCH, bytes_near, deep, made
 
 import penstock
@@ -21,6 +21,7 @@ TARGETS = torch.zeros(8, 64)
 def everything_moves(monkeypatch):
     """Into stores that keep nothing of what they are given but its bytes."""
     monkeypatch.setattr(ownership, "LEAST_MIRRORED", 1)
+    small_pieces(monkeypatch)
     monkeypatch.setattr(ownership, "open_store", lambda tier, options: FarStore())
 
 

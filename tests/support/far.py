@@ -5,7 +5,13 @@ import threading
 import torch
 
 from penstock.compression.buffers import Frame
+from penstock.stages.memory import evictable_tensor
 from penstock.stages.memory.stores import Store, UnpooledBuffers
+
+
+def small_pieces(patch):
+    """Keep small tensors in several pieces as well, which only large ones are else."""
+    patch.setattr(evictable_tensor, "piece_bytes", lambda size: min(size, max(256, -(-size // 192) * 64)))
 
 
 class AwayStore(Store):

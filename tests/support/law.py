@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import OPTIMIZERS, loss_of, on_ranks, pipeline_of, plan_of, resumed_case, scaler_of, scheduler_of
-from far import FarStore
+from far import FarStore, small_pieces
 from late import garbage
 from reference import casting, plain_loop, same_bits
 from torch.distributed import ProcessGroup
@@ -74,6 +74,7 @@ def surroundings(case):
         if case.world == "alone":  # ranks keep their own pace, so that threads overtake each other
             everything_leaves(patch)
         patch.setattr(ownership, "LEAST_MIRRORED", case.least_mirrored)
+        small_pieces(patch)
         patch.setattr(stage, "Reuse", functools.partial(Reuse, least=0))
         if case.direct:
             routes = direct_routes()

@@ -1,6 +1,7 @@
 """Tiers of a plan that leaves them open, and the meaning of a share of the memory."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -11,6 +12,7 @@ from profiles import layer_of, profile_of, profiles, value_of
 
 from penstock import PlanError, partition
 from penstock.pipeline.partition.choose import TooSmall
+from penstock.pipeline.partition.costs import with_margin
 from penstock.stages.plan.memory_model import copies
 from penstock.stages.profiling.network_profile import Profile, sizes_of
 
@@ -89,6 +91,28 @@ def test_parameters_stay_as_far_as_there_is_room(tier, saved, room, expected):
     assert stage.memory_bytes == least.memory_bytes + 3 * expected
 
 
+def test_one_layers_parameters_are_there_at_a_time_where_nothing_else_fits():
+    mib = 1 << 20
+    profile = net(saved=KIB, size=8 * mib, depth=6)
+    options: dict[str, Any] = {"stages": 1, "micro_batches": 4, "schedule": "gpipe", "optimizer_state": 2.0}
+    options |= {"parameters_tier": "disk", "by_element": True}
+
+    def memory_bytes(**other) -> int:
+        (stage,) = partition(profile, **options | other).stages
+        return stage.memory_bytes - 4 * 6 * KIB
+
+    assert memory_bytes(prefetches=True) == (3 + 1) * 8 * mib + 2 * mib
+    assert memory_bytes(prefetches=False) == (1 + 1) * 8 * mib + 2 * mib
+    assert memory_bytes(prefetches=False, by_element=False) == 4 * 8 * mib
+    least = with_margin(18 * mib + 4 * 6 * KIB)
+    for memory, expected in ((with_margin(34 * mib + 4 * 6 * KIB), True), (least, False)):
+        (stage,) = partition(profile, memory=memory, **options).stages
+        assert stage.prefetches is expected
+    with pytest.raises(TooSmall, match="one layer's at a time; raise memory") as refused:
+        partition(profile, memory=least - 1, **options)
+    assert refused.value.needed == least
+
+
 def test_stages_of_a_rank_share_what_room_there_is():
     options = {"stages": 2, "ranks": 1, "micro_batches": 4, "parameters_tier": "disk"}
     least = sum(stage.memory_bytes for stage in partition(net(), **options).stages)
@@ -161,7 +185,8 @@ def test_the_least_budget_is_that_of_brute_force(profile, stages, tier, again):
     legal = [name for place, name in enumerate(names[:-1]) if place not in profile.refused]
     assume(len(legal) >= stages - 1)
     ways = [{"cuts": list(cuts)} for cuts in itertools.combinations(legal, stages - 1)]
-    plans = [partition(profile, **way, **options) for way in (ways if stages > 1 else [{"stages": 1}])]
+    least_of = functools.partial(partition, profile, prefetches=False, **options)
+    plans = [least_of(**way) for way in (ways if stages > 1 else [{"stages": 1}])]
     least = min(max(stage.memory_bytes for stage in plan.stages) for plan in plans)
     assume(least > 1)
     needed = -(-least * 105 // 100)

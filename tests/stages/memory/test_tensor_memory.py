@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from far import FarStore
+from far import FarStore, small_pieces
 from reference import same_bits
 
+from penstock.stages.memory.byte_budget import piece_bytes
 from penstock.stages.memory.evictable_tensor import EvictableTensor, TensorStore, hollow, may_leave
 from penstock.stages.memory.stores import HostStore, Store, StoreOptions
 
@@ -30,7 +31,8 @@ SHAPES = {
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("kind", [Store, HostStore, FarStore])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_comes_back_is_what_left(shape, kind, packs):
+def test_what_comes_back_is_what_left(shape, kind, packs, monkeypatch):
+    small_pieces(monkeypatch)
     tensor, frames = SHAPES[shape](), TensorStore(kind(), packs=packs)
     expected, looks = tensor.clone(), (tensor.stride(), tensor.data_ptr() % 64)
     memory = EvictableTensor(frames, tensor)
@@ -43,6 +45,31 @@ def test_what_comes_back_is_what_left(shape, kind, packs):
     assert not memory.stored
     assert frames.store.num_bytes == 0
     assert (frames.bytes_out, frames.bytes_in) == (memory.num_bytes, 3 * memory.num_bytes)
+
+
+@pytest.mark.parametrize("shape", ["plain", "bfloat16", "channels_last", "misaligned"])
+def test_what_is_added_piece_by_piece_is_the_sum(shape, monkeypatch):
+    small_pieces(monkeypatch)
+    first, second = SHAPES[shape](), SHAPES[shape]()
+    memory = EvictableTensor(TensorStore(FarStore(), packs=False), first)
+    memory.put(first.clone(memory_format=torch.preserve_format))
+    kept = second.clone()
+    assert memory.add(second)
+    assert len(memory.places) > 1
+    assert same_bits(memory.take(), first + second)
+    assert same_bits(second, kept)
+
+
+def test_pieces_are_a_quarter_at_most_and_16_mib():
+    sizes = [1, (1 << 20) - 4, 1 << 20, (1 << 20) + 4, 50 << 20, 1 << 30]
+    assert [piece_bytes(size) for size in sizes] == [
+        1,
+        (1 << 20) - 4,
+        1 << 18,
+        (1 << 18) + 4096,
+        13107200,
+        1 << 24,
+    ]
 
 
 @pytest.mark.parametrize("kind", [Store, FarStore])
