@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-from believing import believing
 from reference import same_bits
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -17,7 +16,7 @@ from traps import NoGradientBack
 
 from penstock.stages.stage.run_layers import Receive
 from penstock.stages.stage.split_backward import Split, run
-from penstock.stages.stage.weights_first import run_weights_first
+from penstock.stages.stage.weights_first import Reuse, run_weights_first
 
 
 def same(a, b):
@@ -26,6 +25,23 @@ def same(a, b):
         return a is b
     layouts = [(t.stride(), t.is_conj()) for t in (a, b)]
     return layouts[0] == layouts[1] and same_bits(a.resolve_conj(), b.resolve_conj())
+
+
+class Believing(dict):
+    """Verdicts of trials of writing over gradients that are all good, as if every one had been made."""
+
+    def get(self, key, default=None):
+        return True
+
+    def __contains__(self, key):
+        return True
+
+
+def believing():
+    """A Reuse that writes over all that it may from the first backward on, however small."""
+    reuse = Reuse(least=0)
+    reuse.verdicts = Believing()
+    return reuse
 
 
 class Piece:
