@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 def reused(module, x, reuse):
-    """How often gradients of a piece, which are those of the whole, were written over."""
+    """Number of times that gradients of a piece, which are those of the whole, were written over."""
     piece, before = Piece(module, x), reuse.num_reused
     run_weights_first(piece.roots, piece.anchor, reuse)
     assert all_same(piece.gradients(), Piece(module, x).whole())
