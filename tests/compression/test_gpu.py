@@ -5,13 +5,13 @@ imported, so one test runs these files again, in a process of its own.
 """
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from checkout import run
 from gpus import INTERPRETED, assert_law, compile_all, moved, run_interpreted
 from guarded import guarded
 from tensors import decoded, laid_out
@@ -287,4 +287,4 @@ def test_without_triton_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(INTERPRETED, reason="one process more says the same")
 def test_nothing_imports_triton_but_kernels() -> None:
     code = "import sys, penstock.compression.gpu.frames; assert 'triton' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run("-c", code)

@@ -211,30 +211,6 @@ def test_a_hook_on_a_halved_gradient_is_heeded_once():
     assert all_same(Piece(module, x).first(), expected)
 
 
-class Sized(nn.Linear):
-    """Of few samples it computes the gradient of its weight at once, of many it may wait."""
-
-    def forward(self, input):
-        return super().forward(input) if len(input) > 2 else (input[:, None] * self.weight).sum(2)
-
-
-def test_gradients_add_up_by_micro_batch_where_only_some_can_wait():
-    torch.manual_seed(0)
-    module, inputs = Sized(8, 8), [torch.randn(count, 8) for count in (4, 4, 2)]
-    for x in inputs:
-        run(Piece(module, x).roots)
-    expected = [p.grad for p in module.parameters()]
-    module.zero_grad()
-    first, *pieces = [Piece(module, x) for x in inputs]
-    run(first.roots)
-    splits = [Split(piece.roots) for piece in pieces]
-    for number, (split, piece) in enumerate(zip(splits, pieces, strict=True)):
-        split.inputs(piece.anchor, waiting=splits[:number])
-    for split in splits:
-        split.weights()
-    assert all_same([p.grad for p in module.parameters()], expected)
-
-
 def watched(module, x):
     """A piece, and a function that tells which of its layers' outputs are still in memory."""
     made = []
