@@ -143,9 +143,7 @@ def of_every_kind(law):
 @given(
     kind=st.sampled_from(KINDS), num_groups=st.integers(1, 140), seed=st.integers(0, 99), rarest=st.booleans()
 )
-def test_kernels_write_what_their_twin_writes_and_read_it(
-    kernels: jit.Kernels, kind: str, num_groups: int, seed: int, rarest: bool
-) -> None:
+def test_kernels_write_what_their_twin_writes_and_read_it(kernels, kind, num_groups, seed, rarest) -> None:
     """Escapes few or all over, in cache or past it, last block whole or not."""
     for place, (bits, plan) in enumerate((bits, plan) for bits in DTYPES for plan in PLANS):
         words = memory(floats(64 * num_groups, bits, kind, seed))

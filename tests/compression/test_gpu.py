@@ -262,9 +262,7 @@ KERNELS = {
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("module", KERNELS)
-def test_kernels_compile_where_there_is_no_gpu(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_compile_where_there_is_no_gpu(module, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     loops = payloads.kernels(module)
     types = dict.fromkeys(("words", "values", "payload", "out", "bitmap", "error"), "*i32")

@@ -66,9 +66,7 @@ def moved(tensor: Tensor, device: str) -> Tensor:
     return empty.set_(storage, first, tensor.size(), tensor.stride())
 
 
-def assert_law(
-    tensor: Tensor, device: str, codec: str = "zero_value", *, mask: Tensor | None = None
-) -> Tensor:
+def assert_law(tensor: Tensor, device: str, codec: str = "zero_value", *, mask=None) -> Tensor:
     """The CPU's bytes, which are returned, and the same tensor back from them."""
     expected, there = encode(tensor, codec, mask=mask), moved(tensor, device)
     mask_there = None if mask is None else mask.to(device)
