@@ -62,9 +62,7 @@ def spread(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     density=st.sampled_from([0, 0.3, 0.6, 1]),
     seed=st.integers(0, 99),
 )
-def test_every_geometry_comes_back_unless_it_overlaps(
-    layout: tuple[list[int], list[int]], first: int, density: float, seed: int
-) -> None:
+def test_every_geometry_comes_back_unless_it_overlaps(layout, first, density, seed) -> None:
     """Of every dtype, and by every codec in turn."""
     codecs, overlaps = sorted(CODECS), spread(*layout)
     for place, dtype in enumerate(DTYPES):

@@ -2,23 +2,26 @@
 
 Frame and output end at unreadable pages: an access out of bounds kills the process, by the same seed."""
 
+import zlib
 from random import Random
 from typing import NamedTuple
 
 import pytest
 import torch
 from guarded import guarded
-from mutations import MOST_FRAME_BYTES, mutated
 from test_promises import limited
 from torch import Tensor
 
+from penstock.compression import frame as layout
 from penstock.compression.codec import CODECS, decode, decode_received, encode
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import MASKED, FrameSpec, decoded_bytes, frame_bytes, read_header, written_by
 from penstock.compression.lossy import LOSSY_CODECS
+from penstock.compression.names import CODEC_NAMES
 from penstock.compression.zero_value import CODECS_WITH_BITMAP
 
 pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values to real", "ignore:B?Complex.* support")
+MOST_FRAME_BYTES = 1 << 16
 MOST_DECODED_BYTES = 16 << 20  # what a frame may ask for here; true ones may ask for more
 MOST_SPREAD = 64  # what gaps may make of the bytes promised where strides are not
 DTYPES = (
@@ -26,6 +29,94 @@ DTYPES = (
     torch.float32, torch.float64, torch.complex64, torch.complex128,
 )  # fmt: skip
 often = pytest.mark.parametrize("trials", [1500, pytest.param(60_000, marks=pytest.mark.slow)])
+
+
+# What lengths, sizes and offsets are off by one, or absurd, at.
+NUMBERS = (0, 1, 2, 7, 8, 63, 64, 65, 255, 4095, 4096, 4097, 2**31, 2**32, 2**60, 2**63, 2**64 - 1)
+
+
+def seal(frame: bytearray) -> None:
+    """Give a header the payload's length and its CRC32, so that the checks behind it are reached."""
+    if len(frame) < layout.header_bytes(0) or len(frame) < (end := layout.header_bytes(frame[9])):
+        return
+    frame[16:24] = (len(frame) - end).to_bytes(8, "little")
+    recheck(frame)
+
+
+def recheck(frame: bytearray) -> None:
+    """Give a header its CRC32."""
+    end = layout.header_bytes(frame[9])
+    frame[12:16] = zlib.crc32(frame[16:end], zlib.crc32(frame[:12])).to_bytes(4, "little")
+
+
+def mutated(rng: Random, frame: bytes, other: bytes) -> bytearray:
+    """One to four changes to ``frame``, by chance with parts of ``other``; mostly sealed."""
+    found = bytearray(frame)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        rng.choice(MUTATIONS)(rng, found, other)
+        del found[MOST_FRAME_BYTES:]
+        found.extend(bytes(max(0, 8 - len(found))))
+    if rng.random() < 0.85:
+        seal(found)
+    return found
+
+
+def position(rng: Random, frame: bytearray) -> int:
+    """Somewhere in the payload, or one time in eight anywhere."""
+    start = layout.header_bytes(frame[9]) if len(frame) > 9 else 0
+    return rng.randrange(start if start < len(frame) and rng.randrange(8) else 0, len(frame))
+
+
+def flip(rng: Random, frame: bytearray, other: bytes) -> None:
+    frame[position(rng, frame)] ^= 1 << rng.randrange(8)
+
+
+def put_byte(rng: Random, frame: bytearray, other: bytes) -> None:
+    frame[position(rng, frame)] = rng.choice((0, 1, 127, 128, 255, rng.randrange(256)))
+
+
+def put_number(rng: Random, frame: bytearray, other: bytes) -> None:
+    """A u64 where lengths, counts and offsets are: at the start of the payload, or anywhere."""
+    start = layout.header_bytes(frame[9]) if len(frame) > 9 else 0
+    place = rng.choice((start + 8 * rng.randrange(9), 8 * rng.randrange(1 + len(frame) // 8)))
+    near = int.from_bytes(frame[place : place + 8], "little") + rng.choice((-64, -1, 1, 64))
+    number = rng.choice((*NUMBERS, near, near)) % (1 << 64)
+    if place + 8 <= len(frame):
+        frame[place : place + 8] = number.to_bytes(8, "little")
+
+
+def splice(rng: Random, frame: bytearray, other: bytes) -> None:
+    place, source = position(rng, frame), rng.randrange(len(other))
+    length = rng.choice((1, 8, 64, rng.randrange(1, 512)))
+    frame[place : place + rng.choice((0, length))] = other[source : source + length]
+
+
+def cut(rng: Random, frame: bytearray, other: bytes) -> None:
+    place = position(rng, frame)
+    del frame[place : rng.choice((len(frame), place + rng.randrange(1, 130)))]
+
+
+def set_header(rng: Random, frame: bytearray, other: bytes) -> None:
+    """Another codec, dtype, flag, address, size or stride, with the right CRC32."""
+    if len(frame) < layout.header_bytes(0) or len(frame) < layout.header_bytes(frame[9]):
+        return
+    kind, num_dims = rng.randrange(5), frame[9]
+    if kind == 0:
+        frame[6] = rng.randrange(len(CODEC_NAMES) + 1)
+    elif kind == 1:
+        frame[rng.choice((7, 7, 8, 10, 11))] = rng.randrange(64)
+    elif kind == 2:
+        frame[9] = rng.randrange(6)
+    elif num_dims:
+        place = 32 + 8 * rng.randrange(2 * num_dims)
+        number = int.from_bytes(frame[place : place + 8], "little")
+        number = rng.choice((*NUMBERS, number * 2, number * 64, number // 2, number + 1, number - 1))
+        frame[place : place + 8] = (number % (1 << 64)).to_bytes(8, "little")
+    if len(frame) >= layout.header_bytes(frame[9]):
+        recheck(frame)
+
+
+MUTATIONS = (flip, put_byte, put_number, splice, cut, set_header)
 
 
 class Sent(NamedTuple):

@@ -2,7 +2,6 @@
 
 import random
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -32,9 +31,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing; a process without it does")
 @pytest.mark.parametrize("bits", [16, 32])
-def test_kernels_compile_where_there_is_no_gpu(
-    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_compile_where_there_is_no_gpu(bits, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     bytes_at = ("payload", "book", "codes2", "codes3", "escapes")
     integers_at = ("state", "facts", "heads", "lengths", "ends", "numbers")

@@ -5,11 +5,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from gpus import moved, no_waiting
+from late import whole_frame
 from tensors import assert_same, decoded
 
 from penstock.compression import codec
 from penstock.compression.errors import CodecError
-from penstock.compression.frame import header_bytes, header_text, read_header
+from penstock.compression.frame import header_bytes, read_header
 from penstock.compression.gpu import frames
 from penstock.stages.worker import Work
 
@@ -35,20 +36,13 @@ def sent(tensor, name, device, mask=None):
     return frames.header_of(Work(packed)), buffer
 
 
-def as_frame(header, buffer):
-    frame = buffer.cpu()[: header_bytes(len(header.sizes)) + header.payload_bytes].clone()
-    text = torch.frombuffer(bytearray(header_text(header)), dtype=torch.uint8)
-    frame[: len(text)] = text
-    return frame
-
-
 @pytest.mark.parametrize("name", CODECS)
 def test_a_frame_has_the_cpus_bytes_and_gives_the_tensor_back(name, device):
     odd, empty, scalar = sparse(3, 5, 7, dtype=torch.bfloat16), sparse(0, 4), sparse(())
     for tensor in (sparse(40, 60), odd, empty, scalar, sparse(30, 40).t()):
         header, buffer = sent(tensor, name, device)
         expected = codec.encode(tensor.requires_grad_(), name)
-        assert torch.equal(as_frame(header, buffer), expected)
+        assert torch.equal(whole_frame(header, buffer.cpu()), expected)
         back, error = frames.unpack(header, buffer)
         assert not int(error)
         assert_same(moved(back, "cpu"), decoded(expected))
@@ -69,7 +63,7 @@ def test_a_gradient_travels_at_the_set_bits_of_a_mask(name, device):
     header, buffer = sent(gradient, name, device, mask=mask)
     assert header.flags
     expected = codec.encode(gradient.requires_grad_(), name, mask=codec.encode(value))
-    assert torch.equal(as_frame(header, buffer), expected)
+    assert torch.equal(whole_frame(header, buffer.cpu()), expected)
     back, error = frames.unpack(header, buffer, mask=mask)
     assert not int(error)
     assert_same(moved(back, "cpu"), decoded(expected, mask=codec.encode(value)))
@@ -97,7 +91,7 @@ def test_nothing_waits(device):
                 packed = frames.pack(tensor, buffer, name, requires_grad=False, mask=bitmap)
             header = frames.header_of(Work(packed))
             assert header.codec == name
-            assert read_header(as_frame(header, buffer)) == header
+            assert read_header(whole_frame(header, buffer.cpu())) == header
             with no_waiting(device) if strict else nullcontext():
                 back, error = frames.unpack(header, buffer, mask=bitmap)
             assert not int(error)

@@ -1,6 +1,6 @@
 """The compiled kernels against their slow twins, on memory that ends at unreadable pages."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import llvmlite.binding as llvm
@@ -58,16 +58,8 @@ def test_checksum_is_what_its_twin_says(kernels: Kernels) -> None:
 
 def test_kernels_are_built_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "_built", {})
-    built: list[Kernels] = []
-    threads = [
-        threading.Thread(target=lambda: built.append(jit.kernels("zero_value")), name=f"build {i}")
-        for i in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(built) == 8
+    with ThreadPoolExecutor(8) as threads:
+        built = list(threads.map(lambda _: jit.kernels("zero_value"), range(8)))
     assert all(kernels is built[0] for kernels in built)
     assert built[0].isa == host_isas()[0]
 

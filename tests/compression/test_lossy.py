@@ -8,6 +8,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from payloads import DTYPES, memory, packed, random_bits, unpacked
+from reference import same_bits
 from torch import Tensor
 
 from penstock.compression.codec import CODECS
@@ -38,10 +39,6 @@ def back_of(name: str, tensor: Tensor) -> Tensor:
     assert found.num_bytes < tensor.nbytes
     assert torch.equal(packed(codec, tensor)[1], payload)
     return unpacked(codec, payload, tensor).clone()
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def test_they_are_listed_apart() -> None:

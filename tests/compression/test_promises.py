@@ -4,11 +4,11 @@ import contextlib
 import os
 import re
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import checkout
 import pytest
 import torch
 from guarded import guarded
@@ -328,7 +328,5 @@ def decode_without_memory() -> None:
 
 @pytest.mark.slow
 def test_memory_that_is_not_there_is_a_codec_error() -> None:
-    run = [sys.executable, "-c", "import test_promises; test_promises.decode_without_memory()"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100)
-    assert not done.returncode, done.stderr
+    program = "import test_promises; test_promises.decode_without_memory()"
+    checkout.run("-c", program, PYTHONPATH=os.pathsep.join(sys.path))

@@ -27,9 +27,7 @@ def packed(codec: ZeroValue, words: np.ndarray) -> tuple[Packed, np.ndarray]:
 
 
 @any_words
-def test_a_payload_is_what_its_twin_writes(
-    codec: ZeroValue, num_words: int, density: float, seed: int
-) -> None:
+def test_a_payload_is_what_its_twin_writes(codec, num_words, density, seed) -> None:
     """With no byte read or written beyond words, payload and output, the slack behind the values aside."""
     for bits in BITS:
         words = memory(random_words(num_words, bits, density, seed))
@@ -51,9 +49,7 @@ def test_a_payload_is_what_its_twin_writes(
 
 
 @any_words
-def test_words_come_back_where_a_mask_is_set(
-    codec: ZeroValue, num_words: int, density: float, seed: int
-) -> None:
+def test_words_come_back_where_a_mask_is_set(codec, num_words, density, seed) -> None:
     for bits in BITS:
         words = memory(random_words(num_words, bits, 0.7, seed=seed + 1))
         is_set = random_words(num_words, 8, density, seed) != 0

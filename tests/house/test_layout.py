@@ -2,15 +2,12 @@
 
 import ast
 import configparser
-import os
-import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkout import ROOT, copy_to, files
+from checkout import ROOT, copy_to, files, run
 from imports import SCRIPTS, imports_of, names_in, package_of
 
 import penstock
@@ -46,15 +43,6 @@ MAY_IMPORT = {
     "scripts": ("compression", "stages", "pipeline", "conf"),
     "conf": ("compression.errors", "compression.names"),
 }
-
-
-def run(*command: str, cwd: Path = ROOT) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def refused(source: str, package: str) -> list[str]:

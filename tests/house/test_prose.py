@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-import pytest
 from checkout import ROOT, files
 
 DOCSTRING_FOLDERS = ("compression", "conf", "pipeline", "scripts", "stages", "tests")
@@ -42,22 +41,16 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     texts = {path: questions(source) for path, source in sources(DOCSTRING_FOLDERS)}
     assert len(texts) > 100
     assert {path: rest for path, rest in texts.items() if rest} == {}
+    for text in ("What it holds.", "Whether it ends."):
+        assert questions(f'"""{text}"""') == [text]
+        assert questions(f'class A:\n    def b(self):\n        """{text}"""') == [text]
+    assert questions('"""Whatever it holds."""') == []
 
 
 def test_names_are_plain():
     names = {path: odd_names(path, source) for path, source in sources(NAME_FOLDERS)}
     assert len(names) > 50
     assert {path: rest for path, rest in names.items() if rest} == {}
-
-
-@pytest.mark.parametrize("text", ["What it holds.", "Whether it ends."])
-def test_a_question_in_any_docstring_is_reported(text):
-    assert questions(f'"""{text}"""') == [text]
-    assert questions(f'class A:\n    def b(self):\n        """{text}"""') == [text]
-    assert questions('"""Whatever it holds."""') == []
-
-
-def test_a_word_inside_a_name_is_reported():
     source = "def _told(): ...\nclass RunAgain: ...\ndef remade(): ...\ndef near(): ..."
     assert odd_names("pipeline/found_it.py", source) == ["_told", "RunAgain", "near", "found_it.py"]
     assert odd_names("pipeline/pipeline.py", "def near(): ...") == []

@@ -3,17 +3,15 @@
 A block is identified by its fence: a new one is tried at once, or fails as one that no test knows how to try.
 """
 
-import os
+import functools
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import hydra
 import pytest
-from checkout import ROOT, files
+from checkout import ROOT, files, run
 from hydra.core.config_store import ConfigStore
 
 from penstock.conf.schema import PlanningConfig, TrainConfig
@@ -79,14 +77,10 @@ def commands() -> list[str]:
     ]
 
 
-def start(folder: Path, *words: str) -> str:
-    """Output of Python, started with these words in a clean folder."""
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def start(tmp_path: Path) -> Any:
+    """Output of Python, started with some words in a clean folder."""
+    return functools.partial(run, cwd=tmp_path, OMP_NUM_THREADS="1")
 
 
 def blocks_to_run() -> list[Any]:
@@ -101,8 +95,8 @@ def blocks_to_run() -> list[Any]:
 
 
 @pytest.mark.parametrize("code", blocks_to_run())
-def test_python_runs_as_it_stands(code, tmp_path):
-    out = start(tmp_path, "-c", code)
+def test_python_runs_as_it_stands(code, start):
+    out = start("-c", code)
     if "partition(" in code:
         assert re.search(r"^step 0: loss \d\.\d+, \d+ samples", out, flags=re.MULTILINE)
     if "offload(" in code:
@@ -133,7 +127,7 @@ def test_a_command_is_not_refused(typed, capsys):
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("typed", [c for c in commands() if c in lines()])
-def test_a_command_runs(typed, tmp_path):
+def test_a_command_runs(typed, tmp_path, start):
     (tmp_path / "my_package.py").write_text(PACKAGE)
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     words = shlex.split(typed)
@@ -142,21 +136,21 @@ def test_a_command_runs(typed, tmp_path):
         pytest.skip(f"no data in {data}")
     small = shlex.split(SHORT) if words[1] == "train" else ["hydra.run.dir=run"]
     small += ["micro_batches=2"] if "program=mine.csv" in words else []
-    start(tmp_path, "-m", "penstock.scripts.command", *words[1:], *([] if "--help" in words else small))
+    start("-m", "penstock.scripts.command", *words[1:], *([] if "--help" in words else small))
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_the_lines_of_a_run_that_survives_follow_each_other(tmp_path):
+def test_the_lines_of_a_run_that_survives_follow_each_other(tmp_path, start):
     (block,) = [block for block in blocks(README, "") if "checkpoint.every" in block]
     first, again, export = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
     assert again == [*first, "resume=auto"]
     small = "data.size=16 batch_size=32 micro_batches=4 max_steps=12".split()
-    start(tmp_path, "-m", "penstock", *first, *small)
+    start("-m", "penstock", *first, *small)
     for name in ("summary.json", "model.safetensors"):  # as of one that was killed behind its last step
         (tmp_path / "runs" / "mine" / name).unlink()
-    assert "goes on behind step 10 of 12" in start(tmp_path, "-m", "penstock", *again, *small)
-    start(tmp_path, "-m", "penstock", *export)
+    assert "goes on behind step 10 of 12" in start("-m", "penstock", *again, *small)
+    start("-m", "penstock", *export)
     assert (tmp_path / "mine.safetensors").is_file()
 
 

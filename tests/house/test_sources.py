@@ -53,6 +53,9 @@ def test_every_claim_has_its_row_and_every_sum_is_right():
         assert len(states) == number
         counts = [sum(state.startswith(one) for state in states) for one in STATES]
         assert f"| {system} | {' | '.join(map(str, counts))} | {number} |" in text
+    assert field("memory.tier")
+    assert field("graph")
+    assert not field("memory.tiers")
 
 
 @pytest.mark.parametrize(("system", "row"), CLAIMS, ids=[row["claim"] for _, row in CLAIMS])
@@ -65,8 +68,3 @@ def test_what_a_row_names_is_there(system, row):
     for path, _, name in (test.partition("::") for test in codes(row["test"])):
         assert (ROOT / path).is_file(), path
         assert not name or re.search(rf"^def {name}\(", (ROOT / path).read_text(), flags=re.MULTILINE), name
-
-
-@pytest.mark.parametrize(("name", "there"), [("memory.tier", True), ("graph", True), ("memory.tiers", False)])
-def test_an_option_is_a_field(name, there):
-    assert field(name) == there

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import OPTIMIZERS
 from law import beside
 from reference import plain_loop, same_bits
+from small_pipelines import profile_of
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torchvision import models
 
 import penstock
@@ -16,6 +19,8 @@ import penstock
 ROWS, WIDTH, DEPTH = 1024, 256, 12
 WHOLE = 4  # times the bytes of a parameter: gradient, and what Adam keeps, too
 LAYER = ROWS // 4 * WIDTH * 4  # bytes that a layer saves of a micro-batch
+AUTO = {"micro_batches": 4, "optimizer_state": 2.0, "tier": "auto", "parameters_tier": "auto"}
+TRAINS: dict[str, Any] = {"loss": mse_loss, "optimizer": OPTIMIZERS["adam"]}
 
 
 def deep() -> nn.Sequential:
@@ -23,18 +28,9 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*(m for _ in range(DEPTH) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
 
-def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean()
-
-
-def adam(named):
-    return torch.optim.Adam(named, lr=1e-3)
-
-
 @functools.cache
 def measured():
-    example = (torch.randn(ROWS // 4, WIDTH),)
-    return penstock.measure(penstock.trace(deep(), example), example, repeats=1)
+    return profile_of(deep(), (torch.randn(ROWS // 4, WIDTH),))
 
 
 def batches(steps: int = 3) -> list[tuple[Tensor, Tensor]]:
@@ -46,7 +42,7 @@ def batches(steps: int = 3) -> list[tuple[Tensor, Tensor]]:
 @functools.cache
 def expected() -> dict[str, Tensor]:
     model = deep()
-    for _ in plain_loop(model, batches(), loss=squares, optimizer=adam, micro_batches=4):
+    for _ in plain_loop(model, batches(), **TRAINS, micro_batches=4):
         pass
     return model.state_dict()
 
@@ -55,16 +51,9 @@ def trained(tmp_path, *, host=None, **options):
     """The reports and the state of a pipeline in one process, and the most that it may hold.
 
     Beside the budget there are a tensor that is saved, its frame, one that is read, and frames under way."""
-    options = {
-        "micro_batches": 4,
-        "optimizer_state": 2.0,
-        "tier": "auto",
-        "parameters_tier": "auto",
-        **options,
-    }
-    plan = penstock.partition(measured(), **options)
+    plan = penstock.partition(measured(), **AUTO | options)
     disk, memory = penstock.DiskOptions(path=tmp_path), penstock.MemoryOptions(host=host)
-    pipe = penstock.Pipeline(deep(), plan, loss=squares, optimizer=adam, disk=disk, memory=memory)
+    pipe = penstock.Pipeline(deep(), plan, **TRAINS, disk=disk, memory=memory)
     reports = [pipe.step(x, y) for x, y in batches()]
     state = pipe.state_dict()["model"]
     pipe.close()

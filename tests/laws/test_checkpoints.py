@@ -8,7 +8,7 @@ import shutil
 import cases
 import pytest
 import torch
-from cases import Case, pipeline_of, plan_file, plan_of
+from cases import Case, pipeline_of, plan_of, refusal_of
 from reference import same_bits
 from torch.optim import lr_scheduler
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -50,9 +50,9 @@ def made(case, plan=None, seed=None):
     return pipeline_of(case, plan or plan_of(case)[0], model), batches
 
 
-def interrupted(case, folder):
+def interrupted(case, folder, plan=None):
     """Train and save on the way; the state at the end and the losses behind the checkpoint."""
-    pipe, batches = made(case)
+    pipe, batches = made(case, plan)
     for batch in batches[:KEPT]:
         pipe.step(*batch)
     penstock.save(pipe, folder, notes={"epoch": 1})
@@ -177,43 +177,24 @@ def test_a_checkpoint_that_was_altered_anywhere_is_refused_and_nothing_changes(t
     assert not differences(pipe.state_dict(), before)
 
 
-def saved_on_ranks(case, plan_path, folder):
-    pipe, batches = made(case, penstock.Plan.load(plan_path))
-    for batch in batches[:KEPT]:
-        pipe.step(*batch)
-    penstock.save(pipe, folder, notes={"epoch": 1})
-    return [pipe.step(*batch).loss for batch in batches[KEPT:]]
-
-
-def resumed_on_ranks(case, plan_path, folder):
-    state, losses = resumed(case, folder, penstock.Plan.load(plan_path))
-    return losses, state
-
-
-def refused_on_ranks(case, plan_path, folder):
-    pipe, _ = made(case, penstock.Plan.load(plan_path))
-    try:
-        penstock.load(pipe, folder)
-    except penstock.PenstockError as error:
-        return f"{type(error).__name__}: {error}"
+def refused_on_ranks(case, folder, plan):
+    return refusal_of(penstock.load, made(case, plan)[0], folder)
 
 
 def test_ranks_write_and_read_their_own_parts_on_other_cuts_with_the_same_bits(ranks, tmp_path):
     on_two = dataclasses.replace(SMALL, cuts=2)
     other = dataclasses.replace(SMALL, cuts=4, ranks=2, schedule="zbv")
-    for case, name in ((on_two, "two.json"), (other, "other.json")):
-        plan_of(case)[0].save(tmp_path / name)
     expected, losses = interrupted(SMALL, tmp_path / "alone")
-    saved = ranks.run(saved_on_ranks, on_two, str(tmp_path / "two.json"), str(tmp_path / "run"), ranks=2)
-    assert saved == [losses] * 2
+    saved = ranks.run(interrupted, on_two, tmp_path / "run", plan_of(on_two)[0], ranks=2)
+    assert [after for _, after in saved] == [losses] * 2
     parts = json.loads((tmp_path / "run" / "index.json").read_text())["parts"]
     assert [part["file"][:7] for part in parts] == ["rank_0_", "rank_1_"]
     assert sum(part["bytes"] for part in parts) < 1.2 * sum(
         path.stat().st_size for path in (tmp_path / "alone").glob("*.safetensors")
     )
-    found = ranks.run(resumed_on_ranks, other, str(tmp_path / "other.json"), str(tmp_path / "run"), ranks=2)
-    assert [after for after, _ in found] == [losses] * 2
-    assert not differences(without_versions(found[0][1]), without_versions(expected))
+    found = ranks.run(resumed, other, tmp_path / "run", plan_of(other)[0], ranks=2)
+    assert [after for _, after in found] == [losses] * 2
+    assert not differences(without_versions(found[0][0]), without_versions(expected))
     state, after = resumed(SMALL, tmp_path / "run")
     assert after == losses
     assert not differences(without_versions(state), without_versions(expected))
@@ -221,11 +202,11 @@ def test_ranks_write_and_read_their_own_parts_on_other_cuts_with_the_same_bits(r
 
 def test_what_one_rank_finds_damaged_all_refuse_in_the_same_words(ranks, tmp_path):
     case = dataclasses.replace(SMALL, cuts=2)
-    path = plan_file(case, tmp_path)
-    ranks.run(saved_on_ranks, case, path, str(tmp_path / "run"), ranks=2)
-    (part,) = (tmp_path / "run").glob("rank_1_*.safetensors")
+    plan, _ = plan_of(case)
+    ranks.run(interrupted, case, tmp_path, plan, ranks=2)
+    (part,) = tmp_path.glob("rank_1_*.safetensors")
     flipped(part, part.stat().st_size - 1)  # in a tensor that only rank 1 reads
-    said = ranks.run(refused_on_ranks, case, path, str(tmp_path / "run"), ranks=2)
+    said = ranks.run(refused_on_ranks, case, tmp_path, plan, ranks=2)
     assert said[0] == said[1]
     assert said[0].startswith("CheckpointError: ")
     assert "is damaged" in said[0]

@@ -12,6 +12,7 @@ from reference import plain_loop, same_bits
 from small_pipelines import pipeline_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import mse_loss
 from zoo import build, cross_entropy
 
 from penstock import PlanError, StageError
@@ -49,12 +50,8 @@ def deep(layers: int = 12, width: int = 64) -> nn.Sequential:
 BATCH = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
 
 
-def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean()
-
-
 def made(model: nn.Module, *, batch: Tensor = BATCH, **options: Any) -> Any:
-    options = {"stages": 1, "micro_batches": 4, "parameters_tier": "packed", "loss": squares, **options}
+    options = {"stages": 1, "micro_batches": 4, "parameters_tier": "packed", "loss": mse_loss, **options}
     return pipeline_of(model, example=(batch[:2],), **{"optimizer": torch.optim.AdamW, **options})
 
 
@@ -162,7 +159,7 @@ KINDS: dict[str, Any] = {  # whose states are of other shapes than their paramet
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_that_treat_each_parameter_by_itself_keep_their_bits(kind, far):
-    told: Any = {"loss": squares, "optimizer": KINDS[kind], "micro_batches": 4, "clip": 0.01}
+    told: Any = {"loss": mse_loss, "optimizer": KINDS[kind], "micro_batches": 4, "clip": 0.01}
     assert beside(made(deep(3), **told), deep(3), [(BATCH, BATCH)] * 3, **told) == []
 
 
@@ -254,7 +251,7 @@ def test_frozen_layers_come_and_go_and_may_be_unfrozen(far):
     for each in (model, plain):
         each[2].weight.requires_grad_(False)
     pipe = made(model, clip=1.0)
-    loop = plain_loop(plain, batches, loss=squares, optimizer=torch.optim.AdamW, micro_batches=4, clip=1.0)
+    loop = plain_loop(plain, batches, loss=mse_loss, optimizer=torch.optim.AdamW, micro_batches=4, clip=1.0)
     for number, (x, y) in enumerate(batches):
         if number == 2:
             for each in (model, plain):
@@ -354,7 +351,7 @@ def test_an_overflow_in_one_layer_skips_the_update_of_all(clip, far):
     scaler = torch.amp.GradScaler("cpu", init_scale=1e25)
     scaler.set_backoff_factor(1.0)
     pipe = made(model, optimizer=torch.optim.SGD, clip=clip, scaler=1e25)
-    options: Any = {"loss": squares, "optimizer": torch.optim.SGD, "micro_batches": 4}
+    options: Any = {"loss": mse_loss, "optimizer": torch.optim.SGD, "micro_batches": 4}
     loop = plain_loop(plain, batches, clip=clip, scaler=scaler, **options)
     for (x, y), expected in zip(batches, loop, strict=True):
         pipe.step(x, y)

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from law import everything_leaves
-from test_mirror import BATCH, deep, squares
+from small_pipelines import profile_of
+from test_mirror import BATCH, deep
+from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.pipeline.distributed.process_group import ReplicaGroup
@@ -21,7 +23,7 @@ def everything_moves(monkeypatch):
 
 
 def planned(model: Any, *, replicas: int = 2, micro_batches: int = 4, **options: Any) -> Any:
-    profile = penstock.measure(penstock.trace(model, (BATCH[:2],)), (BATCH[:2],), repeats=1)
+    profile = profile_of(model, (BATCH[:2],))
     options = {"parameters_tier": "packed", "exact": True} | options
     return penstock.partition(profile, stages=1, replicas=replicas, micro_batches=micro_batches, **options)
 
@@ -33,7 +35,7 @@ def on_threads(look: Any, **options: Any) -> list[Any]:
 
     def train(world: Any) -> Any:
         pipe = penstock.Pipeline(
-            models[world.rank], plan, loss=squares, optimizer=torch.optim.AdamW, world=world
+            models[world.rank], plan, loss=mse_loss, optimizer=torch.optim.AdamW, world=world
         )
         for _ in range(3):
             pipe.step(BATCH, BATCH)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS, Case, plan_of
 from gpus import told_of_waits
+from profiles import measured
 from reference import plain_loop, same_bits
 from zoo import build, cross_entropy
 
@@ -36,23 +37,11 @@ def trained(name, *, far_batches=False, optimizer="sgd", clip=1.0, stages=3, **o
     """A pipeline of some stages on the GPU and the plain loop there, as (report, state) and its own."""
     model, batches = build(name)
     plain, there = copy.deepcopy(model).to(GPU), [(x.to(GPU), y.to(GPU)) for x, y in batches]
-    example = (batches[0][0].tensor_split(3)[0].clone(),)
-    graph = penstock.trace(model.to(GPU), example)
-    plan = penstock.partition(
-        penstock.measure(graph, example, repeats=1), stages=stages, micro_batches=3, **options
-    )
-    pipe = penstock.Pipeline(
-        model, plan, loss=cross_entropy, optimizer=OPTIMIZERS[optimizer], clip=clip, device="cuda:0"
-    )
-    expected = plain_loop(
-        plain,
-        there,
-        loss=cross_entropy,
-        optimizer=OPTIMIZERS[optimizer],
-        micro_batches=3,
-        clip=clip,
-        random=graph.train_probe.random,
-    )
+    graph, profile = measured(model.to(GPU), batches[0][0].tensor_split(3)[0].clone())
+    plan = penstock.partition(profile, stages=stages, micro_batches=3, **options)
+    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS[optimizer], "clip": clip}
+    pipe = penstock.Pipeline(model, plan, device="cuda:0", **settings)
+    expected = plain_loop(plain, there, micro_batches=3, random=graph.train_probe.random, **settings)
     for batch, theirs in zip(there if far_batches else batches, expected, strict=True):
         yield pipe.step(*batch), pipe.state_dict()["model"], theirs, plain
 
@@ -102,11 +91,9 @@ def test_batches_may_be_on_the_gpu_and_states_come_to_the_cpu():
 
 def test_tracing_and_measuring_leave_the_gpus_random_state_and_tell_its_seconds():
     model, batches = build("gpt_gelu_dropout")
-    example = (batches[0][0][:4].clone(),)
     torch.cuda.manual_seed(11)
     before = torch.cuda.get_rng_state(GPU)
-    graph = penstock.trace(model.to(GPU), example)
-    profile = penstock.measure(graph, example, repeats=1)
+    graph, profile = measured(model.to(GPU), batches[0][0][:4].clone())
     assert torch.equal(torch.cuda.get_rng_state(GPU), before)
     assert graph.train_probe.random
     assert profile.device == "cuda"

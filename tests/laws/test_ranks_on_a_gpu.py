@@ -30,40 +30,35 @@ CASES = [
 ]
 
 
-def on_gpus(case, path, random_layers, devices):
+def on_gpus(case, plan, random_layers, devices):
     """The differences that this rank finds to the plain loop on its own device."""
     import torch.distributed as dist
 
     determinism.begin(PlanConfig(device="cuda"))
-    rank = dist.get_rank()
-    device, plan = torch.device(devices[rank]), penstock.Plan.load(path)
+    device = torch.device(devices[dist.get_rank()])
     model, batches = build(case.model, case.dtype, case.steps)
     plain = copy.deepcopy(model).to(device)
-    pipe = penstock.Pipeline(
-        model, plan, loss=cross_entropy, optimizer=OPTIMIZERS[case.optimizer], device=str(device), deadline=60
-    )
+    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS[case.optimizer]}
+    pipe = penstock.Pipeline(model, plan, device=str(device), deadline=60, **settings)
     there = [(x.to(device), y.to(device)) for x, y in batches]
-    options = {"micro_batches": case.micro_batches, "random": random_layers}
-    options |= {"optimizer": OPTIMIZERS[case.optimizer]}
+    loop = plain_loop(plain, there, micro_batches=case.micro_batches, random=random_layers, **settings)
     mine, found = pipe.update.named, []
     del model
-    for batch, expected in zip(batches, plain_loop(plain, there, loss=cross_entropy, **options), strict=True):
+    for batch, expected in zip(batches, loop, strict=True):
         report = pipe.step(*batch)
         found += [] if len(set(devices)) > 1 or report.loss == expected["loss"] else ["the loss"]
         found += [name for name, p in mine.items() if not same_bits(expected["gradients"][name], p.grad)]
     return found
 
 
-def differences(ranks, case, folder, devices):
+def differences(ranks, case, devices):
     plan, random_layers = plan_of(case)
-    plan.save(folder / "plan.json")
-    given = str(folder / "plan.json"), random_layers, devices
-    return ranks.run(on_gpus, case, *given, ranks=plan.num_ranks, deadline=60)
+    return ranks.run(on_gpus, case, plan, random_layers, devices, ranks=plan.num_ranks, deadline=60)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_ranks_on_one_gpu_have_the_bits_of_the_plain_loop_there(case, ranks, tmp_path):
-    assert differences(ranks, case, tmp_path, ["cuda:0", "cuda:0"]) == [[], []]
+def test_two_ranks_on_one_gpu_have_the_bits_of_the_plain_loop_there(case, ranks):
+    assert differences(ranks, case, ["cuda:0", "cuda:0"]) == [[], []]
 
 
 def test_a_training_of_two_ranks_on_one_gpu_has_the_losses_of_one(tmp_path, monkeypatch):
@@ -76,5 +71,5 @@ def test_a_training_of_two_ranks_on_one_gpu_has_the_losses_of_one(tmp_path, monk
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_with_a_gpu_each_have_the_bits_of_the_plain_loop(case, ranks, tmp_path):
-    assert differences(ranks, case, tmp_path, ["cuda:0", "cuda:1"]) == [[], []]
+def test_ranks_with_a_gpu_each_have_the_bits_of_the_plain_loop(case, ranks):
+    assert differences(ranks, case, ["cuda:0", "cuda:1"]) == [[], []]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_pipelines import pipeline_of
+from small_pipelines import pipeline_of, profile_of
 from torch import Tensor, nn
 
 import penstock
@@ -110,14 +110,9 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused(tmp_path,
 
 
 def test_it_is_for_stages_of_a_plan_and_counts_in_their_memory():
-    plans = []
-    for recompute in (False, True):
-        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), (torch.randn(64, 64),)
-        profile = penstock.measure(penstock.trace(model, x), x)
-        plans.append(
-            penstock.partition(profile, cuts=["3"], micro_batches=8, schedule="gpipe", recompute=recompute)
-        )
-    kept, again = plans
+    profile = profile_of(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), (torch.randn(64, 64),))
+    options = {"cuts": ["3"], "micro_batches": 8, "schedule": "gpipe"}
+    kept, again = (penstock.partition(profile, **options, recompute=one) for one in (False, True))
     assert [stage.recompute for stage in again.stages] == [True, True]
     for one, other in zip(kept.stages, again.stages, strict=True):
         assert other.memory_bytes < one.memory_bytes

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from cases import OPTIMIZERS, Case, pipeline_of, plan_file, plan_of
+from cases import OPTIMIZERS, Case, pipeline_of, pipeline_with_batches, plan_of, refusal_of
 from reference import plain_loop, same_bits
+from small_pipelines import profile_of
 from torch.nn.functional import linear, mse_loss
 from zoo import build
 
@@ -13,9 +14,8 @@ import penstock
 from penstock.pipeline.optimizer.flat import owners_of
 
 
-def both(case, plan_path):
+def both(case, plan):
     """On a rank: whether sums at owners train like sums on all, and what its optimizer has in each."""
-    plan = penstock.Plan.load(plan_path)
     batches, found, kept = build(case.model, case.dtype, 2)[1], [], []
     for sharded in (True, False):
         changed = dataclasses.replace(plan, sharded=sharded)
@@ -30,9 +30,9 @@ def both(case, plan_path):
     return all(same_bits(found[0][n], found[1][n]) for n in found[0]), kept
 
 
-def test_each_replica_keeps_a_part_of_the_state(ranks, tmp_path):
+def test_each_replica_keeps_a_part_of_the_state(ranks):
     case = Case(model="mlp", cuts=1, replicas=2, optimizer="adamw", codec="raw", sharded=True, clip=None)
-    found = ranks.run(both, case, plan_file(case, tmp_path), ranks=2)
+    found = ranks.run(both, case, plan_of(case)[0], ranks=2)
     assert [alike for alike, _ in found] == [True, True]
     parts, wholes = zip(*(kept for _, kept in found), strict=True)
     assert sum(parts) == wholes[0] == wholes[1]
@@ -71,18 +71,9 @@ def test_a_plan_counts_a_part_of_the_state(tmp_path):
     assert penstock.Plan.load(tmp_path / "plan.json") == part
 
 
-def refused(case, plan_path):
-    """On a rank: what is said of the case."""
-    try:
-        pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
-    except penstock.PlanError as error:
-        return str(error)
-    return ""
-
-
-def test_a_parameter_that_no_optimizer_has_is_refused_by_name(ranks, tmp_path):
+def test_a_parameter_that_no_optimizer_has_is_refused_by_name(ranks):
     case = Case(model="mlp", cuts=1, replicas=2, sharded=True, optimizer="no_biases")
-    found = ranks.run(refused, case, plan_file(case, tmp_path), ranks=2)
+    found = ranks.run(refusal_of, pipeline_with_batches, case, plan_of(case)[0], ranks=2)
     assert all(
         "bias is in none; set requires_grad=False for it, or take sharded=False" in one for one in found
     )
@@ -102,7 +93,7 @@ class OneMemory(torch.nn.Module):
 
 def test_parameters_in_one_memory_are_updated_by_one_replica():
     models, x, y = [OneMemory() for _ in range(3)], torch.ones(4, 8), torch.ones(4, 2)
-    profile = penstock.measure(penstock.trace(models[2], (x[:2],)), (x[:2],), repeats=1)
+    profile = profile_of(models[2], (x[:2],))
     plan = penstock.partition(profile, stages=1, replicas=2, micro_batches=2, exact=True, sharded=True)
 
     def train(world):

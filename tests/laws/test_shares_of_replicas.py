@@ -6,6 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from cases import refusal_of
+from small_pipelines import profile_of
 from torch import nn
 
 import penstock
@@ -38,19 +40,17 @@ def batches():
 
 def plan_of(replicas, micro_batches=6, **options):
     model, (x, _) = build(), next(batches())
-    example = (x[: ROWS // micro_batches],)
-    graph = penstock.trace(model, example, leaves=[Throttle])
-    profile = penstock.measure(graph, example, repeats=1)
+    profile = profile_of(model, (x[: ROWS // micro_batches],), leaves=[Throttle])
     return penstock.partition(
         profile, cuts=["_1"] if len(replicas) > 1 else None, stages=len(replicas), replicas=replicas,
         micro_batches=micro_batches, codec="raw", **options,
     )  # fmt: skip
 
 
-def pipeline(plan_path, shares=None):
+def pipeline(plan, shares=None):
     return penstock.Pipeline(
         build(),
-        penstock.Plan.load(plan_path),
+        plan,
         loss=nn.functional.cross_entropy,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
         shares=shares,
@@ -65,9 +65,9 @@ def learned(pipe):
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
-def trained(plan_path, shares, slow_rank):
+def trained(plan, shares, slow_rank):
     """On a rank: the shares from step to step, and what was learned; ``slow_rank`` slows down on its way."""
-    pipe = pipeline(plan_path, shares)
+    pipe = pipeline(plan, shares)
     found = [[0, pipe.plan.shares]]
     for step, (x, y) in enumerate(batches()):
         slow = step >= SLOW_FROM and dist.get_rank() == slow_rank
@@ -79,28 +79,23 @@ def trained(plan_path, shares, slow_rank):
 
 
 @pytest.mark.parametrize("replicas", [[2], pytest.param([1, 2], marks=pytest.mark.slow)], ids=str)
-def test_a_rank_that_slows_down_gets_less_and_exact_sums_have_the_same_bits(replicas, ranks, tmp_path):
+def test_a_rank_that_slows_down_gets_less_and_exact_sums_have_the_same_bits(replicas, ranks):
     plan = plan_of(replicas, exact=True)
-    plan.save(tmp_path / "plan.json")
-    last, number, told = plan.num_stages - 1, plan.num_ranks, str(tmp_path / "plan.json")
-    rows = ranks.run(trained, told, "measured", number - 1, ranks=number)
+    last, number = plan.num_stages - 1, plan.num_ranks
+    rows = ranks.run(trained, plan, "measured", number - 1, ranks=number)
     course = rows[0][0]
     assert all(found == course for found, _ in rows)  # decided alike everywhere
     of_slow = [counts_of(shares[last], 6)[-1] for _, shares in course]
     assert of_slow[SLOW_FROM] > of_slow[SLOW_FROM + 10] == of_slow[-1] == 1
-    even = ranks.run(trained, told, None, -1, ranks=number)
+    even = ranks.run(trained, plan, None, -1, ranks=number)
     assert even[0][1] == rows[0][1]  # no sample is lost or counted twice where shares change
 
 
-def disagreeing(plan_path):
+def disagreeing(plan):
     """On a rank: the refusal where rank 0 asks for shares that there are not, and rank 1 for none."""
-    try:
-        return pipeline(plan_path, "fast" if dist.get_rank() == 0 else None).plan.shares
-    except penstock.PlanError as error:
-        return str(error)
+    return refusal_of(pipeline, plan, "fast" if dist.get_rank() == 0 else None)
 
 
-def test_rank_0_decides_and_is_refused_for_all(ranks, tmp_path):
-    plan_of([2]).save(tmp_path / "plan.json")
-    found = ranks.run(disagreeing, str(tmp_path / "plan.json"), ranks=2)
+def test_rank_0_decides_and_is_refused_for_all(ranks):
+    found = ranks.run(disagreeing, plan_of([2]), ranks=2)
     assert all("found 'fast'" in said for said in found)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, parameters, pipeline_of, plan_file, plan_of
+from cases import Case, parameters, pipeline_of, pipeline_with_batches, plan_of, refusal_of
 from reference import same_bits
 from zoo import build
 
@@ -49,9 +49,8 @@ def counting(slices, whole, out):
     return finals
 
 
-def compared(case, plan_path):
+def compared(case, plan):
     """On a rank: whether both ways end alike, and how many slices each had out early."""
-    plan = penstock.Plan.load(plan_path)
     (ours, out, world), (theirs, late, _) = (
         trained(case, plan, early=early, slice_bytes=300) for early in (True, False)
     )
@@ -61,9 +60,9 @@ def compared(case, plan_path):
 
 
 @pytest.mark.parametrize("case", [*parameters(CASES[:3]), *parameters(CASES[3:], slow=True)])
-def test_slices_that_go_out_early_sum_up_to_the_same_bits(case, ranks, tmp_path):
+def test_slices_that_go_out_early_sum_up_to_the_same_bits(case, ranks):
     plan, _ = plan_of(case)
-    found = ranks.run(compared, case, plan_file(case, tmp_path), ranks=plan.num_ranks)
+    found = ranks.run(compared, case, plan, ranks=plan.num_ranks)
     assert all(alike for alike, _ in found)
     out = [pair for _, pairs in found for pair in pairs]
     assert len(out) == case.steps * sum(number for number in plan.replicas if number > 1)
@@ -83,25 +82,20 @@ def written_behind(backward, parameter) -> Any:
     return run
 
 
-def meddling(case, plan_path, when):
+def meddling(case, plan, when):
     """On a rank: what is said of somebody who writes to a gradient by hooks, or behind its backward."""
-    pipe = pipeline_of(case, penstock.Plan.load(plan_path), build(case.model)[0])
+    pipe, batches = pipeline_with_batches(case, plan)
     parameter = next(iter(pipe.update.named.values()))
     if when == "in a hook":
         parameter.register_post_accumulate_grad_hook(halve)
     else:
         pipe.engine.stages[0].backward = written_behind(pipe.engine.stages[0].backward, parameter)
-    (x, y), *_ = build(case.model)[1]
-    try:
-        pipe.step(x, y)
-    except Exception as error:
-        return str(error)
-    return ""
+    return refusal_of(pipe.step, *batches[0])
 
 
-def test_a_gradient_that_changes_behind_its_last_backward_is_refused_by_name(ranks, tmp_path):
+def test_a_gradient_that_changes_behind_its_last_backward_is_refused_by_name(ranks):
     case = Case(model="mlp", cuts=1, replicas=2, micro_batches=2, codec="raw")
-    job = meddling, case, plan_file(case, tmp_path)
+    job = meddling, case, plan_of(case)[0]
     said = ranks.run(*job, "in a hook", ranks=2)
     assert all("a hook that sees it behind each backward" in one for one in said)
     said = ranks.run(*job, "behind it", ranks=2)

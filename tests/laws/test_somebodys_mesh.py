@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Case, plan_file, plan_of
+from cases import Case, plan_of
 from reference import same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -38,14 +38,14 @@ def ddp_step(model, optimizer, x, y, number):
     optimizer.step()
 
 
-def differences(case, plan_path):
+def differences(case, plan):
     """On a rank: what of its stage is not what DDP has, step by step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     make, row = documented(mesh), mesh["dp"].get_local_rank()
     model, batches = build(case.model, case.dtype, case.steps)
     plain = DistributedDataParallel(build(case.model, case.dtype)[0], process_group=mesh["dp"].get_group())
     theirs = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    plan, world = penstock.Plan.load(plan_path), World.from_mesh(mesh["pp"])
+    world = World.from_mesh(mesh["pp"])
     pipe = penstock.Pipeline(model, plan, loss=loss, optimizer=make, world=world)
     found, expected = [], dict(plain.module.named_parameters())
     for step, batch in enumerate(batches):
@@ -61,23 +61,17 @@ def differences(case, plan_path):
     return found
 
 
-def test_rows_of_a_mesh_have_the_bits_of_ddp(ranks, tmp_path):
-    assert ranks.run(differences, CASE, plan_file(CASE, tmp_path), ranks=4) == [[]] * 4
+def test_rows_of_a_mesh_have_the_bits_of_ddp(ranks):
+    assert ranks.run(differences, CASE, plan_of(CASE)[0], ranks=4) == [[]] * 4
 
 
-OTHER_WAY = [
-    Case(model="mlp", cuts=2, replicas=replicas, micro_batches=4, exact=True, steps=1)
-    for replicas in ([2, 1], [1, 2], [2, 1])
-]
-
-
-def one_after_another(paths):
+def one_after_another(plans):
     """On a rank: the losses of pipelines whose replicas lie on other ranks each."""
     found = []
-    for case, path in zip(OTHER_WAY, paths, strict=True):
-        model, batches = build(case.model)
+    for plan in plans:
+        model, batches = build("mlp")
         pipe = penstock.Pipeline(
-            model, penstock.Plan.load(path), loss=loss, world=World(dist.group.WORLD),
+            model, plan, loss=loss, world=World(dist.group.WORLD),
             optimizer=lambda named: torch.optim.SGD(named, lr=0.05),
         )  # fmt: skip
         found.append(pipe.step(*batches[0]).loss)
@@ -85,12 +79,10 @@ def one_after_another(paths):
     return found
 
 
-def test_pipelines_with_replicas_on_other_ranks_follow_each_other(ranks, tmp_path):
+def test_pipelines_with_replicas_on_other_ranks_follow_each_other(ranks):
     """Torch names a group of some ranks by how many groups each of them has founded."""
-    paths = []
-    for number, case in enumerate(OTHER_WAY):
-        paths.append(str(tmp_path / f"{number}.json"))
-        plan_of(case)[0].save(paths[-1])
-    (first, *others), *rest = ranks.run(one_after_another, paths, ranks=3, deadline=10)
+    two = {"model": "mlp", "cuts": 2, "micro_batches": 4, "exact": True}
+    plans = [plan_of(Case(**two, replicas=replicas))[0] for replicas in ([2, 1], [1, 2], [2, 1])]
+    (first, *others), *rest = ranks.run(one_after_another, plans, ranks=3, deadline=10)
     assert others == [first, first]
     assert all(losses == [first] * 3 for losses in rest)

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from small_pipelines import profile_of
 from torch import nn
 
 import penstock
@@ -69,8 +70,7 @@ def error_of_means(shares, dtype):
 
 def plan_of(shares, replicas, dtype, weights=()):
     x, _ = batch_of(shares, dtype)
-    graph = penstock.trace(build(dtype), (x[:ROWS],))
-    profile = penstock.measure(graph, (x[:ROWS],), repeats=1)
+    profile = profile_of(build(dtype), (x[:ROWS],))
     options = {"micro_batches": len(shares), "codec": "raw", "replicas": replicas, "shares": weights}
     return penstock.partition(profile, stages=None if isinstance(replicas, list) else 1, **options)
 

@@ -8,6 +8,7 @@ import torch
 from law import beside
 from ranks import Ranks
 from reference import same_bits
+from small_pipelines import profile_of
 from valueless import SETTINGS, deep, pipeline_of, plan_of, rank_peak, rank_values, saved
 from valueless import without_values as bare
 from zoo import build
@@ -57,8 +58,7 @@ def test_ranks_give_values_to_their_own_stages_alone(name, ranks, tmp_path):
     whole, batches = build(name)
     file = saved(whole, tmp_path / "model.safetensors")
     plan, _ = plan_of(bare(whole), batches, 3, ranks=3)
-    plan.save(tmp_path / "plan.json")
-    found = ranks.run(rank_values, name, str(tmp_path / "plan.json"), str(file), ranks=3)
+    found = ranks.run(rank_values, name, plan, str(file), ranks=3)
     parameters = {name for name, _ in whole.named_parameters()}
     assert [here & parameters for here in found] == [set(stage.parameters) for stage in plan.stages]
 
@@ -72,18 +72,13 @@ def test_the_peak_of_a_rank_is_that_of_its_own_stages(from_a_file, tmp_path):
     for size in (8, width):
         with torch.device("meta"):
             model = deep(size, layers)
-        example = (torch.ones(2, size),)
-        profile = penstock.measure(penstock.trace(model, example), example, repeats=1)
+        profile = profile_of(model, (torch.ones(2, size),))
         middle = profile.layers[layers // 2 - 1].name
-        plans.append(tmp_path / f"plan_{size}.json")
-        penstock.partition(profile, cuts=[middle], micro_batches=2).save(plans[-1])
-    file = None
-    if from_a_file:
-        file = str(saved(deep(width, layers), tmp_path / "model.safetensors"))
-    warm, plan = map(str, plans)
+        plans.append(penstock.partition(profile, cuts=[middle], micro_batches=2))
+    file = str(saved(deep(width, layers), tmp_path / "model.safetensors")) if from_a_file else None
     ranks: Any = Ranks()  # new processes, with nothing freed in them that could be used again
     try:
-        found = ranks.run(rank_peak, width, layers, plan, warm, file, ranks=2)
+        found = ranks.run(rank_peak, width, layers, *plans, file, ranks=2)
     finally:
         ranks.close()
     for most, own, whole in found:

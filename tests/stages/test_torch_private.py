@@ -119,12 +119,8 @@ def test_a_wrapper_has_a_geometry_and_no_memory():
 
     like = torch.zeros(3, 4, dtype=torch.float64).T
     note = private.wrapper_subclass(Note, like)
-    assert (type(note), note.shape, note.stride(), note.dtype) == (
-        Note,
-        like.shape,
-        like.stride(),
-        like.dtype,
-    )
+    assert type(note) is Note
+    assert (note.shape, note.stride(), note.dtype) == (like.shape, like.stride(), like.dtype)
 
 
 def test_values_of_a_sparse_tensor_are_read_as_they_are():
@@ -143,10 +139,8 @@ def test_hooks_of_a_gradient_are_seen():
     handle = tensor.register_hook(lambda gradient: gradient)
     other = tensor.register_post_accumulate_grad_hook(lambda tensor: None)
     assert private.has_gradient_hooks(tensor)
-    assert [*map(list, private.gradient_hooks(tensor))] == [
-        [handle.id],
-        [other.id],
-    ]  # an offload is first, last
+    numbers = [*map(list, private.gradient_hooks(tensor))]  # an offload is first, last
+    assert numbers == [[handle.id], [other.id]]
 
 
 def test_the_node_that_runs_is_known():

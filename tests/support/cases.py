@@ -73,9 +73,8 @@ class Case:
     least_mirrored: int = 1  # bytes
     far: bool = False  # a store that keeps nothing of what it is given but its bytes
     world: str = "alone"  # or "threads", "processes"
-    resume: str = (
-        ""  # after the first step, from a checkpoint: on the "same" plan or an "other"; from a "state"
-    )
+    # after the first step, from a checkpoint: on the "same" plan or an "other"; from a "state"
+    resume: str = ""
     evaluates: bool = False  # behind each step
     bare: bool = False  # on the meta device, its values in a file
 
@@ -104,8 +103,9 @@ def marked(parameter, model):
     return pytest.param(parameter, id=str(parameter), marks=pytest.mark.slow if model in LARGE else ())
 
 
-PLANNED = ("weights", "weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
-PLANNED += ("program", "replicas", "exact", "sharded", "owner", "shares")
+PLANNED = ("schedule", "codec", "micro_batches", "extra_in_flight", "tier", "ranks", "weights", "program")
+PLANNED += ("weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
+PLANNED += ("replicas", "exact", "sharded", "owner", "shares")
 
 
 @functools.cache
@@ -118,21 +118,11 @@ def profile_of(name, dtype, micro_batches, autocast=None):
 
 def plan_of(case):
     """The plan of a case; the same on every rank but for its predicted seconds."""
-    micro_batches = (
-        case.micro_batches if case.budget else 3
-    )  # any size will do, but for what is held to bytes
+    micro_batches = case.micro_batches if case.budget else 3  # any size, but for what is held to bytes
     profile, random_layers = profile_of(case.model, case.dtype, micro_batches, case.autocast)
     names = [layer.name for layer in profile.layers]
     legal = [i for i in range(len(names) - 1) if i not in profile.refused]
-    settings = {
-        "schedule": case.schedule,
-        "codec": case.codec,
-        "micro_batches": case.micro_batches,
-        "extra_in_flight": case.extra_in_flight,
-        "tier": case.tier,
-        "ranks": case.ranks,
-    }
-    settings |= {name: getattr(case, name) for name in PLANNED if hasattr(case, name)}
+    settings = {name: getattr(case, name) for name in PLANNED if hasattr(case, name)}
     if isinstance(case.cuts, int):
         settings["stages"] = case.cuts
     elif case.cuts == "every":
@@ -172,16 +162,10 @@ def on_ranks(ranks, differences, case, folder):
 
 def resumed_case(case):
     """The case that goes on from a checkpoint of another: another schedule and tiers, alone other cuts."""
-    away = {
-        "late": (),
-        "budget": None,
-        "recompute": False,
-        "extra_in_flight": 0,
-        "sharded": False,
-        "owner": "spread",
-    }
-    away["tier"] = "packed" if case.tier == "device" else "device"
-    other = {"schedule": "gpipe" if case.schedule == "1f1b" else "1f1b", "program": (), **away}
+    plain = ("late", "budget", "recompute", "extra_in_flight", "sharded", "owner", "program")
+    other = {field.name: field.default for field in dataclasses.fields(Case) if field.name in plain}
+    other["tier"] = "packed" if case.tier == "device" else "device"
+    other["schedule"] = "gpipe" if case.schedule == "1f1b" else "1f1b"
     if case.replicas != 1 and case.ranks is not None:  # of several stages a rank
         other["schedule"] = case.schedule
     if case.replicas == 1:
@@ -223,6 +207,15 @@ def pipeline_with_batches(case, plan=None, *, world=None):
     """The pipeline of a case, on its plan where there is no other, and its batches."""
     model, batches = build(case.model, case.dtype, case.steps)
     return pipeline_of(case, plan or plan_of(case)[0], model, world=world), batches
+
+
+def refusal_of(call, *args):
+    """The error of Penstock that a call ends with, for a rank to return; "" if there is none."""
+    try:
+        call(*args)
+    except penstock.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
-"""The checkout: its files, and copies of it."""
+"""The checkout: its files, copies of it, and programs that run in it or elsewhere."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,3 +26,12 @@ def copy_to(folder: Path) -> Path:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, folder / file)
     return folder
+
+
+def run(*words: str, cwd: Path = ROOT, seconds: float = 300, **surroundings: str) -> str:
+    """Return what Python prints, started with these words, which must end well."""
+    usual = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    how = {"cwd": cwd, "env": usual | surroundings, "timeout": seconds}
+    done = subprocess.run([sys.executable, *words], **how, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -79,41 +79,19 @@ def pipeline(plan, *, model=None, **changes):
     return penstock.Pipeline(built() if model is None else model, plan, **settings)
 
 
-def with_(change):
-    """A model that ``change`` was done to."""
-    model = built()
-    change(model)
-    return model
-
-
 def halved(model):
     with torch.no_grad():
         model.b.bias[3] *= 1.0000001
 
 
-def untied(model):
-    model.c2 = nn.Linear(8, 3)
+def transposed(model):
+    model.b.weight.data = model.b.weight.detach().t().contiguous().t()
 
 
-def two_threads():
-    torch.set_num_threads(2)
-    try:
-        return pipeline(plan_of())
-    finally:
-        torch.set_num_threads(1)
-
-
-def careless():
-    torch.use_deterministic_algorithms(False)
-    try:
-        return pipeline(plan_of())
-    finally:
-        torch.use_deterministic_algorithms(True)
-
-
-def without_gradients():
-    with torch.no_grad():
-        return pipeline(plan_of())
+def fails_on_one_stage(named):
+    if named[-1][0] == "c.bias" and named[0][0] != "a.weight":
+        raise RuntimeError("c.weight is not for me")
+    return sgd(named)
 
 
 def gelu_loss(outputs, targets):
@@ -133,7 +111,25 @@ def giving(**changes):
 
 
 def changing(change):
-    return lambda: pipeline(plan_of(), model=with_(change))
+    def make():
+        model = built()
+        change(model)
+        return pipeline(plan_of(), model=model)
+
+    return make
+
+
+def setting(what, here, elsewhere):
+    """Make a pipeline while something of torch is set so here, and as ever elsewhere."""
+
+    def make():
+        what(here)
+        try:
+            return pipeline(plan_of())
+        finally:
+            what(elsewhere)
+
+    return make
 
 
 def edited(**changes):
@@ -142,10 +138,6 @@ def edited(**changes):
 
 def of_an_old_file():
     return pipeline(dataclasses.replace(plan_of(0, stages=2), asked=None))
-
-
-def transposed(model):
-    model.b.weight.data = model.b.weight.detach().t().contiguous().t()
 
 
 # What rank 1 does where rank 0 does as usual, and what both then say.
@@ -157,7 +149,10 @@ OF_ONE = {
     "a buffer": (changing(lambda m: m.norm.running_mean.add_(1)), "checksum of the buffer norm.running_mean"),
     "a tensor that is no buffer": (changing(lambda m: m.shift.add_(1)), "the tensor shift in train mode"),
     "another layer": (changing(lambda m: setattr(m, "b", nn.Identity())), "the module b is Linear in train"),
-    "one more module": (changing(untied), "has the parameter a.weight where rank 1 has the module c2"),
+    "one more module": (
+        changing(lambda m: setattr(m, "c2", nn.Linear(8, 3))),
+        "has the parameter a.weight where rank 1 has the module c2",
+    ),
     "a part in eval mode": (
         changing(lambda m: m.drop.eval()),
         "module drop is Dropout in train mode on rank",
@@ -179,8 +174,11 @@ OF_ONE = {
     "autocast": (giving(autocast=torch.bfloat16), "autocast is None on rank 0 and torch.bfloat16"),
     "weight": (giving(weight=len), "weight is None on rank 0 and len on rank 1"),
     "loss": (giving(loss=gelu_loss), "loss is cross_entropy on rank 0 and gelu_loss on rank 1"),
-    "threads": (two_threads, "the number of threads of torch is 1 on rank 0 and 2 on rank 1"),
-    "no gradients on one": (without_gradients, "switched off here"),
+    "threads": (
+        setting(torch.set_num_threads, 2, 1),
+        "the number of threads of torch is 1 on rank 0 and 2 on rank 1",
+    ),
+    "no gradients on one": (setting(torch.set_grad_enabled, False, True), "switched off here"),
     "a clip that none takes": (giving(clip=-1.0), "clip is a largest norm above 0, found -1.0"),
 }
 # What rank 0 does, what rank 1 does, and what both then say.
@@ -198,19 +196,13 @@ CASES = {name: (none, way, said) for name, (way, said) in OF_ONE.items()} | {
     "clip": (giving(clip=1.0), giving(clip=2.0), "the argument clip is 1.0 on rank 0 and 2.0 on rank 1"),
     "scaler": (giving(scaler=2.0), giving(scaler=torch.amp.GradScaler("cpu")), "scaler is 2.0"),
     "determinism": (
-        careless,
+        setting(torch.use_deterministic_algorithms, False, True),
         none,
         "the deterministic-algorithms flag is False on rank 0 and True on rank 1",
     ),
     "an optimizer that fails on one stage": (
-        lambda: pipeline(plan_of(), optimizer=fails_on_one_stage),
-        lambda: pipeline(plan_of(), optimizer=fails_on_one_stage),
+        giving(optimizer=fails_on_one_stage),
+        giving(optimizer=fails_on_one_stage),
         "RuntimeError: c.weight is not for me",
     ),
 }
-
-
-def fails_on_one_stage(named):
-    if named[-1][0] == "c.bias" and named[0][0] != "a.weight":
-        raise RuntimeError("c.weight is not for me")
-    return sgd(named)

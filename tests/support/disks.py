@@ -1,5 +1,6 @@
 """Swap files that are slow, short or refuse, and frames to put there: what a disk may do to a rank."""
 
+import os
 import threading
 import time
 
@@ -64,6 +65,15 @@ class Fails(SwapFile):
         if self.reading is not None:
             raise self.reading
         return super().read(data, at)
+
+
+def refusing(number):
+    """A call that the system refuses with an error of this number."""
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    return refuse
 
 
 def frame_of(num_bytes, seed=0, pool=None):

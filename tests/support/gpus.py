@@ -1,8 +1,6 @@
 """Laws of kernels for a GPU, held on one, or in Triton's interpreter on CPU tensors where there is none."""
 
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import run
 from tensors import assert_same, decoded
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -55,11 +54,8 @@ def compile_all(module: str, names: Sequence[str], types: dict[str, str], consta
 
 def run_interpreted(*files_and_options: str) -> None:
     """Run tests of files again, in a process where kernels are interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files_and_options]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    words = "-m", "pytest", "-q", "-p", "no:cacheprovider", *files_and_options
+    assert "passed" in run(*words, seconds=600, TRITON_INTERPRET="1")
 
 
 def moved(tensor: Tensor, device: str) -> Tensor:
@@ -70,9 +66,7 @@ def moved(tensor: Tensor, device: str) -> Tensor:
     return empty.set_(storage, first, tensor.size(), tensor.stride())
 
 
-def assert_law(
-    tensor: Tensor, device: str, codec: str = "zero_value", *, mask: Tensor | None = None
-) -> Tensor:
+def assert_law(tensor: Tensor, device: str, codec: str = "zero_value", *, mask=None) -> Tensor:
     """The CPU's bytes, which are returned, and the same tensor back from them."""
     expected, there = encode(tensor, codec, mask=mask), moved(tensor, device)
     mask_there = None if mask is None else mask.to(device)

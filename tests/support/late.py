@@ -139,7 +139,7 @@ class LateKernels:
 
     @staticmethod
     def pack(tensor, buffer, codec, *, requires_grad, mask=None):
-        bitmap = None if mask is None else _whole(*mask)
+        bitmap = None if mask is None else whole_frame(*mask)
         return buffer[: pack_into(tensor, buffer, codec=codec, requires_grad=requires_grad, mask=bitmap)]
 
     @staticmethod
@@ -149,11 +149,12 @@ class LateKernels:
 
     @staticmethod
     def unpack(header, buffer, *, mask=None):
-        bitmap = None if mask is None else _whole(*mask)
-        return decode(_whole(header, buffer), mask=bitmap), torch.zeros(1, dtype=torch.int32)
+        bitmap = None if mask is None else whole_frame(*mask)
+        return decode(whole_frame(header, buffer), mask=bitmap), torch.zeros(1, dtype=torch.int32)
 
 
-def _whole(header, buffer):
+def whole_frame(header, buffer):
+    """The frame in a buffer, with its header, which is the host's."""
     frame = buffer[: header_bytes(len(header.sizes)) + header.payload_bytes].clone()
     write_header(frame, header)
     return frame

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from cases import OPTIMIZERS, loss_of, on_ranks, pipeline_of, plan_of, resumed_case, scaler_of, scheduler_of
 from far import FarStore, small_pieces
 from late import garbage
-from reference import casting, plain_loop, same_bits
+from reference import plain_loop, same_bits
+from small_pipelines import evaluated, same_outputs
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from zoo import build
 
 import penstock
@@ -102,12 +103,17 @@ def differences(case, ranks=None):
         if case.world == "threads":
             return thread_differences(case, folder)
         plan, random_layers = plan_of(case)
-        with surroundings(case):
-            model, batches = build(case.model, case.dtype, case.steps)
-            plain, _ = build(case.model, case.dtype)  # not a copy, which may forget that it is compiled
-            loop = plain_of(case, plain, batches, random_layers)
-            steps = ({**step, "plain": plain} for step in loop)
-            return trained(case, model, batches, steps, plans_of(case, plan), folder)
+        return process_differences(case, plans_of(case, plan), random_layers, folder)
+
+
+def process_differences(case, plans, random_layers, folder):
+    """The same of a pipeline, or of its part, that is in this process."""
+    with surroundings(case):
+        model, batches = build(case.model, case.dtype, case.steps)
+        plain, _ = build(case.model, case.dtype)  # not a copy, which may forget that it is compiled
+        loop = plain_of(case, plain, batches, random_layers)
+        steps = ({**step, "plain": plain} for step in loop)
+        return trained(case, model, batches, steps, plans, folder)
 
 
 def plans_of(case, plan):
@@ -117,14 +123,9 @@ def plans_of(case, plan):
 
 def rank_differences(case, plan_path, random_layers):
     """The same on this rank of a group: its own gradients, and on rank 0 the gathered state."""
-    with surroundings(case):
-        other = Path(plan_path).with_name("resumed.json") if case.resume else plan_path
-        plans = [penstock.Plan.load(path) for path in (plan_path, other)]
-        model, batches = build(case.model, case.dtype, case.steps)
-        plain = copy.deepcopy(model)
-        loop = plain_of(case, plain, batches, random_layers)
-        steps = ({**step, "plain": plain} for step in loop)
-        return trained(case, model, batches, steps, plans, Path(plan_path).parent / "checkpoint")
+    other = Path(plan_path).with_name("resumed.json") if case.resume else plan_path
+    plans = [penstock.Plan.load(path) for path in (plan_path, other)]
+    return process_differences(case, plans, random_layers, Path(plan_path).parent / "checkpoint")
 
 
 def thread_differences(case, folder):
@@ -164,8 +165,9 @@ def trained(case, model, batches, steps, plans, folder, *, world=None):
             found += [f"step {number} {what}" for what in step_differences(case, pipe, x, y, expected)]
             if case.evaluates:
                 outputs = pipe.evaluate(batches[0][0])
-                alike = not pipe.is_last or _same(outputs, _evaluated(expected["plain"], case, batches))
-                found += [] if alike else [f"outputs of evaluate behind step {number}"]
+                if pipe.is_last:
+                    alike = same_outputs(outputs, evaluated(expected["plain"], batches[0][0], case.autocast))
+                    found += [] if alike else [f"outputs of evaluate behind step {number}"]
     finally:
         pipe.close_stages(keeps_model=False)
     return found
@@ -227,19 +229,6 @@ def step_differences(case, pipe, x, y, expected):
         yield f"scaler {state['scaler']} {expected['scaler']}"
     if pipe.rank == 0:
         yield from state_differences(state, expected["plain"], expected["optimizer"])
-
-
-def _evaluated(plain, case, batches):
-    """The outputs of the plain model in eval mode."""
-    with torch.no_grad(), casting(case.autocast):
-        outputs = plain.eval()(batches[0][0])
-    plain.train()
-    return outputs
-
-
-def _same(ours, theirs):
-    ours, theirs = tree_leaves(ours), tree_leaves(theirs)
-    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
 
 
 def same_layout(a, b):

@@ -25,11 +25,18 @@ def write_images(root, **splits):
     return str(root)
 
 
-class Drawn(Dataset):
-    """Draws from all the generators that people draw from, and adds up in an order of its own."""
+class Numbered(Dataset):
+    """So many samples: each a number, and its index."""
 
     def __len__(self):
         return NUMBER
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), torch.tensor(index)
+
+
+class Drawn(Numbered):
+    """Draws from all the generators that people draw from, and adds up in an order of its own."""
 
     def __getitem__(self, index):
         noise = torch.rand(3) * random.random() * float(np.random.rand())
@@ -53,49 +60,37 @@ class Stream(IterableDataset):
             yield torch.rand(2) + 100 * self.epoch + index, torch.tensor(index)
 
 
-class Damaged(Dataset):
+class Damaged(Numbered):
     """A data set some of whose samples cannot be read."""
 
     def __init__(self, *damaged):
         self.damaged = damaged
 
-    def __len__(self):
-        return NUMBER
-
     def __getitem__(self, index):
         if index in self.damaged:
             raise OSError(5, "Input/output error")
-        return torch.tensor([float(index)]), torch.tensor(index)
+        return super().__getitem__(index)
 
 
-class Deadly(Dataset):
+class Deadly(Numbered):
     """A data set whose reader is killed at a sample."""
-
-    def __len__(self):
-        return NUMBER
 
     def __getitem__(self, index):
         if index == 11:
             os.kill(os.getpid(), signal.SIGKILL)
-        return torch.tensor([float(index)]), torch.tensor(index)
+        return super().__getitem__(index)
 
 
-class Slow(Dataset):
+class Slow(Numbered):
     """Takes a moment for each sample."""
-
-    def __len__(self):
-        return NUMBER
 
     def __getitem__(self, index):
         time.sleep(0.01)
-        return torch.tensor([float(index)]), torch.tensor(index)
+        return super().__getitem__(index)
 
 
-class Where(Dataset):
+class Where(Numbered):
     """Tells who reads."""
-
-    def __len__(self):
-        return NUMBER
 
     def __getitem__(self, index):
         return torch.tensor([float(os.getpid())]), torch.tensor(torch.get_num_threads())

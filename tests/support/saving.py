@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import fx, nn
 
+from penstock.compression.errors import StageError
 from penstock.stages.memory.activations import KeepOnDevice, SavedActivations
 from penstock.stages.memory.saved_tensor_hooks import ParameterFilter
 from penstock.stages.memory.stores import Store
@@ -35,6 +36,23 @@ def busy(worker):
 
     worker.submit(wait)
     return gate
+
+
+def ends(work):
+    """Return or raise the result of ``work`` in a thread of its own, which ends."""
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except StageError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found
+    return found[0]
 
 
 class Square(nn.Module):

@@ -97,7 +97,7 @@ def differences(
             found += [f"step {step}: {name}" for name, t in pairs if not same_bits(t, state[name])]
         if evaluates:
             outputs, wanted = pipe.evaluate(x), evaluated(plain, x, settings.get("autocast"))
-            if pipe.is_last and not all(map(same_bits, leaves_of(outputs), leaves_of(wanted))):
+            if pipe.is_last and not same_outputs(outputs, wanted):
                 found.append(f"step {step}: outputs of evaluate")
         if flags != [module.training for module in model.modules()]:
             found.append(f"step {step}: the flags")
@@ -114,5 +114,7 @@ def evaluated(model, x, autocast=None):
     return outputs
 
 
-def leaves_of(outputs):
-    return tree_leaves(vars(outputs) if dataclasses.is_dataclass(outputs) else outputs)
+def same_outputs(ours, theirs):
+    """True if what a model returned, a dataclass perhaps, has the same bits in all its leaves."""
+    ours, theirs = (tree_leaves(vars(o) if dataclasses.is_dataclass(o) else o) for o in (ours, theirs))
+    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))

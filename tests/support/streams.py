@@ -85,23 +85,18 @@ def recorded(case, plan, model, updates):
     scope = "stage" if case.schedule == "async_1f1b" else "global"
     pipe = pipeline_of(dataclasses.replace(case, clip_scope=scope), plan, model)
     names = {id(p): name for name, p in pipe.update.named.items()}
+
+    def note(optimizer, *_, own):
+        """Add what an update finds; of offloaded parameters it is some of them at a time."""
+        found = {names[id(p)]: p.grad for group in optimizer.param_groups for p in group["params"]}
+        if not own or own[-1].keys() & found.keys():
+            own.append({})
+        own[-1] |= found
+
     for s, optimizer in pipe.update.optimizers.items():
         updates[s] = []
-        optimizer.register_step_pre_hook(
-            lambda optimizer, *_, s=s: _note(updates[s], _gradients(optimizer, names))
-        )
+        optimizer.register_step_pre_hook(lambda *given, s=s: note(*given, own=updates[s]))
     return pipe
-
-
-def _note(updates, gradients):
-    """Add what an update finds; of offloaded parameters it is some of them at a time."""
-    if not updates or updates[-1].keys() & gradients.keys():
-        updates.append({})
-    updates[-1] |= gradients
-
-
-def _gradients(optimizer, names):
-    return {names[id(p)]: p.grad for group in optimizer.param_groups for p in group["params"]}
 
 
 def _compared(pipe, plain, losses, updates, expected):

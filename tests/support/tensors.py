@@ -41,15 +41,7 @@ def assert_same(back: torch.Tensor | None, tensor: torch.Tensor) -> None:
         assert back.data_ptr() % 64 == tensor.data_ptr() % 64
 
 
-def laid_out(
-    dtype: torch.dtype,
-    sizes: list[int],
-    strides: list[int],
-    *,
-    first: int = 0,
-    density: float = 0.5,
-    seed: int = 0,
-) -> torch.Tensor:
+def laid_out(dtype, sizes, strides, *, first=0, density=0.5, seed=0) -> torch.Tensor:
     """A tensor of random bits and of special values, in a storage with other bits around it."""
     item, source = dtype.itemsize, torch.Generator().manual_seed(seed)
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True) if size)

@@ -3,11 +3,14 @@
 import copy
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import torch
 from cases import OPTIMIZERS
+from profiles import measured
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.functional import mse_loss
 from zoo import build, cross_entropy
 
 import penstock
@@ -41,9 +44,7 @@ def positions(name, tensor):
 
 def plan_of(model, batches, stages=3, **options):
     """A plan for ``model`` (with or without values), and its random layers."""
-    example = (batches[0][0].tensor_split(3)[0].clone(),)
-    graph = penstock.trace(model, example)
-    profile = penstock.measure(graph, example, repeats=1)
+    graph, profile = measured(model, batches[0][0].tensor_split(3)[0].clone())
     return penstock.partition(profile, stages=stages, micro_batches=3, **options), graph.train_probe.random
 
 
@@ -58,7 +59,7 @@ def pipeline_of(model, plan, **options):
 def rank_values(name, plan, weights):
     """On a rank: the names that have values here."""
     model = without_values(build(name)[0])
-    pipe = pipeline_of(model, penstock.Plan.load(plan), load_weights=weights, init_weights=positions)
+    pipe = pipeline_of(model, plan, load_weights=weights, init_weights=positions)
     named = (*model.named_parameters(), *model.named_buffers())
     here = {key for key, tensor in named if not tensor.is_meta}
     pipe.close()
@@ -71,16 +72,10 @@ def deep(width, layers):
 
 
 def normal(name, tensor):
-    """Values for it."""
     tensor.normal_(std=tensor.shape[-1] ** -0.5)
 
 
-def squares(outputs, targets):
-    """A loss."""
-    return (outputs - targets).square().mean()
-
-
-def rank_peak(width, layers, plan, warm, weights):
+def rank_peak(width, layers, warm, plan, weights):
     """On a rank: the most memory of two steps above that before the pipeline was made, the bytes of its own
     parameters, and those of the whole model."""
     ctypes.CDLL(None).mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD: what is freed goes back to the system
@@ -94,14 +89,8 @@ def rank_peak(width, layers, plan, warm, weights):
 def _steps(width, layers, plan, weights):
     with torch.device("meta"):
         model = deep(width, layers)
-    pipe = penstock.Pipeline(
-        model,
-        penstock.Plan.load(plan),
-        loss=squares,
-        optimizer=OPTIMIZERS["plain"],
-        load_weights=weights,
-        init_weights=normal if weights is None else None,
-    )
+    values: Any = {"init_weights": normal} if weights is None else {"load_weights": weights}
+    pipe = penstock.Pipeline(model, plan, loss=mse_loss, optimizer=OPTIMIZERS["plain"], **values)
     whole = sum(p.nbytes for p in model.parameters())
     own = sum(p.nbytes for p in model.parameters() if not p.is_meta)
     losses = [pipe.step(torch.ones(4, width), torch.zeros(4, width)).loss for _ in range(2)]

@@ -7,6 +7,7 @@ from typing import Any
 import law
 import pytest
 from cases import OPTIMIZERS, Case, pipeline_of, plan_of
+from disks import refusing
 from reference import same_bits
 from zoo import build, cross_entropy
 
@@ -54,24 +55,23 @@ def test_without_the_tier_no_file_is_opened():
     pipe.close()
 
 
-@pytest.mark.parametrize("what", ["write", "read"])
-def test_a_disk_that_fails_ends_the_step_with_one_error_and_leaves_the_weights(what, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("what", "number"), [("write", errno.ENOSPC), ("read", errno.EIO)])
+def test_a_disk_that_fails_ends_the_step_with_one_error_and_leaves_the_weights(
+    what, number, tmp_path, monkeypatch
+):
     pipe, batches = pipe_on(tmp_path)
     pipe.step(*batches[0])
     before = [p.clone() for p in weights_of(pipe)]
     disk: Any = pipe.disk
     get = disk.get
 
-    def refuse(*_):
-        raise OSError(errno.ENOSPC if what == "write" else errno.EIO, "the disk says no")
-
     def get_from_disk(*args):
         disk._threads.drain()  # what was not written yet is taken from memory
         return get(*args)
 
     monkeypatch.setattr(disk, "get", get_from_disk)
-    monkeypatch.setattr(disk._file, what, refuse)
-    with pytest.raises(StageError, match=f"could not be .* the disk of {tmp_path}, found the disk says no"):
+    monkeypatch.setattr(disk._file, what, refusing(number))
+    with pytest.raises(StageError, match=f"could not be .* disk of {tmp_path}, found {os.strerror(number)}"):
         pipe.step(*batches[1])
     assert all(same_bits(a, b) for a, b in zip(before, weights_of(pipe), strict=True))
     pipe.close()

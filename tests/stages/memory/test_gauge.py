@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_threads_and_a_collector_in_their_midst_lose_no_byte():
         def __del__(self):
             counter.add(-7)
 
-    def work():
+    def work(_):
         for _ in range(2000):
             Counted()
             counter.add(3)
@@ -44,11 +45,8 @@ def test_threads_and_a_collector_in_their_midst_lose_no_byte():
 
     before, _ = gc.get_threshold(), gc.set_threshold(5)
     try:
-        running = [threading.Thread(target=work) for _ in range(threads)]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
     finally:
         gc.set_threshold(*before)
     gc.collect()

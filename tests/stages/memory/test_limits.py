@@ -1,12 +1,10 @@
 """A limit of the device: what leaves, what comes back, and who waits, so that it holds."""
 
-import threading
-
 import pytest
 import torch
 from disks import Slow
 from reference import same_bits
-from saving import Net, Square, forward, memory_threads, saved_for, settle
+from saving import Net, Square, ends, forward, memory_threads, saved_for, settle
 from torch import nn
 
 from penstock.compression.errors import StageError
@@ -105,23 +103,6 @@ def test_the_forward_waits_for_a_slow_disk_and_that_is_counted(held):
     one.gradient()
     assert one.tiers.device.peak <= 10 * MIB
     assert one.tiers.seconds_waited > 0
-
-
-def ends(work):
-    """Return or raise the result of ``work`` in a thread of its own, which ends."""
-    found = []
-
-    def run():
-        try:
-            found.append(work())
-        except StageError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert found
-    return found[0]
 
 
 def test_a_limit_that_nothing_can_keep_to_holds_nobody_up(held):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import refusing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,18 +23,12 @@ def pages(content):
     return memoryview(own)
 
 
-def cannot_reserve(patch):
-    def refuse(*_):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    patch.setattr(os, "posix_fallocate", refuse)
-
-
-@pytest.mark.parametrize("lacks", [lambda patch: None, cannot_reserve], ids=["nothing", "reserving"])
+@pytest.mark.parametrize("reserves", [True, False])
 def test_nothing_is_seen_in_the_folder_and_bytes_come_back_whatever_a_file_system_lacks(
-    lacks, tmp_path, monkeypatch
+    reserves, tmp_path, monkeypatch
 ):
-    lacks(monkeypatch)
+    if not reserves:
+        monkeypatch.setattr(os, "posix_fallocate", refusing(errno.EOPNOTSUPP))
     file = SwapFile(tmp_path)
     assert file.grow(0, 2 * UNIT)
     assert list(tmp_path.iterdir()) == []
@@ -45,10 +40,7 @@ def test_nothing_is_seen_in_the_folder_and_bytes_come_back_whatever_a_file_syste
 
 
 def test_a_file_system_that_has_no_way_past_the_cache_is_written_through_it(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refusing(errno.EINVAL))
     file = SwapFile(tmp_path)
     assert not file.direct
     assert file.grow(0, UNIT)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from far import AwayStore
-from saving import Net, Square, busy, forward
+from saving import Net, Square, busy, ends, forward
 from torch import nn
 
 from penstock.compression.errors import ConfigError
@@ -206,10 +206,7 @@ def test_room_that_comes_while_the_thread_looks_is_not_missed(made):
 
     vars(thread)["_leave"] = slowly
     out = forward(net, saved, input_of())
-    waits = threading.Thread(target=saved.wait, daemon=True)
-    waits.start()
-    waits.join(10)
-    assert not waits.is_alive()
+    ends(saved.wait)
     out.sum().backward()
 
 

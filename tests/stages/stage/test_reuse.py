@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from believing import believing
 from cases import OPTIMIZERS
 from reference import same_bits
 from small_pipelines import model_of, pipeline_of
-from test_backward import Peak, Piece, all_same
+from test_backward import Peak, Piece, all_same, believing
 from torch import nn
 
 import penstock
@@ -34,11 +33,12 @@ ACTIVATIONS = {
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def first(module, x, reuse):
-    """The gradients of a piece, and how often one was written over."""
+def reused(module, x, reuse):
+    """Number of times that gradients of a piece, which are those of the whole, were written over."""
     piece, before = Piece(module, x), reuse.num_reused
     run_weights_first(piece.roots, piece.anchor, reuse)
-    return piece.gradients(), reuse.num_reused - before
+    assert all_same(piece.gradients(), Piece(module, x).whole())
+    return reuse.num_reused - before
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -47,14 +47,10 @@ def test_trials_find_what_is_exact_and_it_is(name, dtype):
     torch.manual_seed(0)
     parts = [part for _ in range(2) for part in (nn.Linear(48, 48), ACTIVATIONS[name]())]
     module, x = nn.Sequential(*parts, nn.Linear(48, 40)).to(dtype), torch.randn(300, 48, dtype=dtype)
-    expected, reuse = Piece(module, x).whole(), Reuse(least=0)
-    found, num_reused = first(module, x, reuse)
-    assert all_same(found, expected)
-    assert num_reused == 2
+    reuse = Reuse(least=0)
+    assert reused(module, x, reuse) == 2
     assert [*reuse.verdicts.values()] == [True, True]  # of a linear layer and an activation, tried twice each
-    found, num_reused = first(module, x, reuse)
-    assert all_same(found, expected)
-    assert num_reused == 4  # the last layer has longer rows than what arrives there, which others hold
+    assert reused(module, x, reuse) == 4  # the last layer has longer rows than what arrives there
 
 
 @pytest.mark.parametrize("rows", [64, 100, 128, 1024, 1025, 2100])
@@ -64,11 +60,7 @@ def test_a_product_by_rows_has_the_bits_of_the_whole(rows, shape):
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(into, out), nn.Linear(out, out)), torch.randn(rows, into)
     reuse = Reuse(least=0)
-    expected = Piece(module, x).whole()
-    num_reused = 0
-    for _ in range(2):
-        found, num_reused = first(module, x, reuse)
-        assert all_same(found, expected)
+    _, num_reused = [reused(module, x, reuse) for _ in range(2)]
     tried = 32 <= into <= out  # rows that are longer have no room, much shorter ones would hold too much
     assert (len(reuse.verdicts), num_reused) == (tried, tried and reuse.verdicts.popitem()[1])
 
@@ -76,16 +68,11 @@ def test_a_product_by_rows_has_the_bits_of_the_whole(rows, shape):
 def test_what_differs_is_not_written_over_again(monkeypatch):
     torch.manual_seed(0)
     layers, x = (nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh()), torch.randn(128, 64)
-    module = nn.Sequential(*layers)
-    expected, reuse = Piece(module, x).whole(), Reuse(least=0)
-    whole = reusing._by_rows
+    module, reuse, whole = nn.Sequential(*layers), Reuse(least=0), reusing._by_rows
     by_rows = lambda *given: whole(*given) * (1 + 1e-6)  # noqa: E731, as of a library that adds otherwise
     monkeypatch.setattr(reusing, "_by_rows", by_rows)
     monkeypatch.setitem(reusing._FITS, by_rows, reusing._narrows)
-    num_reused = 0
-    for _ in range(3):
-        found, num_reused = first(module, x, reuse)
-        assert all_same(found, expected)
+    *_, num_reused = [reused(module, x, reuse) for _ in range(3)]
     assert sorted(reuse.verdicts.values()) == [False, True]
     assert num_reused == 1
 
@@ -159,18 +146,14 @@ def test_a_frozen_layer_is_reused_and_one_with_a_shared_weight_is_not():
     ):
         if frozen:
             module.requires_grad_(False)
-        expected = Piece(module, x).whole()
-        found, num_reused = first(module, x, believing())
-        assert all_same(found, expected)
-        assert num_reused == expected_count
+        assert reused(module, x, believing()) == expected_count
 
 
 def test_a_product_that_is_read_for_two_gradients_keeps_what_arrives():
     torch.manual_seed(0)
     bias = nn.Parameter(torch.randn(64))
     module, x = model_of(lambda self, x: torch.addmm(self.bias, x, x * 2) * 3, bias=bias), torch.randn(64, 64)
-    expected = Piece(module, x).whole()
-    assert all_same(first(module, x, believing())[0], expected)
+    reused(module, x, believing())
 
 
 def peak(way, module, x, *, away):

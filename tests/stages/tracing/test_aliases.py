@@ -23,21 +23,9 @@ class Base(nn.Module):
         return self.c(torch.relu(self.d(torch.relu(self.b(self.a(x))))))
 
 
-def one_memory(model):
-    model.d.weight.data = model.b.weight.data
-
-
-def turned(model):
-    model.d.weight = nn.Parameter(model.b.weight.t())
-
-
-def through_numpy(model):
-    model.d.weight = nn.Parameter(torch.from_numpy(model.b.weight.detach().numpy()))
-
-
-def frozen_alias(model):
-    """One that reads what the other trains."""
-    model.d.weight = nn.Parameter(model.b.weight.data, requires_grad=False)
+def of_weight(make):
+    """The weight of one layer is made of that of another."""
+    return lambda model: setattr(model.d, "weight", make(model.b.weight))
 
 
 def buffer_of_weight(model):
@@ -86,12 +74,14 @@ def base(change, forward=Base.forward):
 
 FOREACH = functools.partial(torch.optim.Adam, lr=1e-2, foreach=True, weight_decay=0.1)
 FUSED = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
-ONE_MEMORY, BUFFER = base(one_memory), base(buffer_of_weight, adds_row)
+ONE_MEMORY = base(lambda model: setattr(model.d.weight, "data", model.b.weight.data))
+BUFFER = base(buffer_of_weight, adds_row)
 KEPT = {  # and the layers from the first to the last that stay on one stage
     "one memory": (ONE_MEMORY, "b d"),
-    "turned": (base(turned), "b d"),
-    "through NumPy": (base(through_numpy), "b d"),
-    "a frozen alias": (base(frozen_alias), "b d"),
+    "turned": (base(of_weight(lambda w: nn.Parameter(w.t()))), "b d"),
+    "through NumPy": (base(of_weight(lambda w: nn.Parameter(torch.from_numpy(w.detach().numpy())))), "b d"),
+    # one that reads what the other trains
+    "a frozen alias": (base(of_weight(lambda w: nn.Parameter(w.data, requires_grad=False))), "b d"),
     "a buffer": (BUFFER, "b add"),
     "a plain tensor": (base(plain_of_weight, adds_row), "b add"),
     "computed of one": (base(plain_of_weight, adds_row_twice), "b mul"),

@@ -81,18 +81,6 @@ def left(self, y):
     self.kept = y.square().mean()
 
 
-def written(self, y):
-    self.kept.mul_(0.9).add_(y.detach().mean(0))
-
-
-def in_array(self, y):
-    self.kept[0] += 1
-
-
-def of_default(self, y, kept=[]):  # noqa: B006
-    kept.append(y.mean())
-
-
 def counted_in_training(self, y):
     if self.training:
         self.calls = getattr(self, "calls", 0) + 1
@@ -110,18 +98,18 @@ CHANGES = [
     (in_object, Statistics, r"kept\.mean \(None, then a Tensor\)"),
     (in_object, lambda: [types.SimpleNamespace()][0], r"kept\.mean \(nothing, then a Tensor\)"),
     (lambda self, y: setattr(self.kept, "last", self.kept.last + 1), Slots, r"kept\.last \(0, then 1\)"),
-    (in_array, lambda: numpy.zeros(2), r"kept \(a ndarray, then another\)"),
+    (lambda self, y: self.kept.__iadd__(1), lambda: numpy.zeros(2), r"kept \(a ndarray, then another\)"),
     (lambda self, y: next(self.kept), itertools.count, r"kept \(a count"),
     (lambda self, y: self.kept.random(), lambda: random.Random(1), r"kept \(a Random"),
     (lambda self, y: setattr(type(self), "count", self.count + 1), int, r"Net\.count"),
     (lambda self, y: self.losses.append(y.mean()), int, r"Net\.losses"),
-    (of_default, int, r"__defaults__"),
+    (lambda self, y, kept=[]: kept.append(y.mean()), int, r"__defaults__"),
     (left, int, r"kept \(0, then a Tensor\)"),
     (left, lambda: torch.zeros(()), r"kept \(a Tensor, then another\)"),
     (lambda self, y: setattr(self, "aux_loss", y.square().mean()), int, r"aux_loss"),
     (lambda self, y: self.kept[0].data.mul_(0.5), lambda: [torch.ones(3)], r"kept\[0\]"),
     (counted_in_training, int, r"calls"),
-    (written, lambda: torch.zeros(8), r"kept \(a Tensor"),
+    (lambda self, y: self.kept.mul_(0.9).add_(y.data.mean(0)), lambda: torch.zeros(8), r"kept \(a Tensor"),
     (lambda self, y: setattr(self.b, "seen", y), int, r"b\.seen"),
     (lambda self, y: self.kept(None, None, y), lambda: Seen().keep, r"kept\.__self__\.outputs"),
 ]

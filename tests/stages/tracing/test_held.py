@@ -183,7 +183,12 @@ def calls_scaled(self, x):
     return self.scaled(x)
 
 
+MODEL, CLASS = "", "__class__"  # itself and its class, among the paths of the model
+
+
 def owner_of(owner, net):
+    if owner is MODEL:
+        return net
     return operator.attrgetter(owner)(net) if isinstance(owner, str) else owner
 
 
@@ -197,28 +202,12 @@ def puts(owner, key, value):
     return lambda patch, net: patch.setitem(owner_of(owner, net), key, value)
 
 
-def sets_first(items, name):
-    return lambda patch, net: patch.setattr(getattr(net, items)[0], name, 3.0)
-
-
-def sets_variable(name):
-    return lambda patch, net: patch.setenv(name, "3")
-
-
 FREEZES = sets("a.weight", "requires_grad", False)
 
 
 def all_asleep(patch, net):
     for module in net.modules():
         patch.setattr(module, "training", False)
-
-
-def on_the_model(name, value):
-    return lambda patch, net: patch.setattr(net, name, value)
-
-
-def on_its_class(name, value):
-    return lambda patch, net: patch.setattr(type(net), name, value, raising=False)
 
 
 def unhooked(*_):
@@ -229,13 +218,13 @@ OTHER, ROWS_OF_ONES = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
 ZEROS = "a gradient may stay behind where relu gives zeros"
 HELD = {  # what forward reads: what a person changes, and what the sentence names
     Net.between: [
-        (on_the_model("kept", 0.25), r"kept was 2\.0 .* is 0\.25 now"),
-        (on_the_model("kept", torch.tensor(2.0)), r"kept was 2\.0"),
-        (on_the_model("zero", -0.0), r"zero was 0\.0 .* is -0\.0 now"),
+        (sets(MODEL, "kept", 0.25), r"kept was 2\.0 .* is 0\.25 now"),
+        (sets(MODEL, "kept", torch.tensor(2.0)), r"kept was 2\.0"),
+        (sets(MODEL, "zero", -0.0), r"zero was 0\.0 .* is -0\.0 now"),
         (puts("_modules", "b", nn.Linear(8, 3)), "the trace went through the model, .* children"),
         (puts("_parameters", "parameter", nn.Parameter(torch.zeros(8))), "the model, .* own tensors"),
-        (on_its_class("scale", 3.0), r"Made\.scale was absent .* is 3\.0 now"),
-        (on_its_class("between", lambda self, x: x), r"Made\.between was absent"),
+        (sets(CLASS, "scale", 3.0), r"Made\.scale was absent .* is 3\.0 now"),
+        (sets(CLASS, "between", lambda self, x: x), r"Made\.between was absent"),
         (
             sets(Net, "forward", lambda self, x: self.b(self.a(x))),
             "the trace went through the model, .* forward",
@@ -250,8 +239,8 @@ HELD = {  # what forward reads: what a person changes, and what the sentence nam
             r"torch\.nn\.functional\.relu, behind whose zeros",
         ),
     ],
-    lambda self, x: x * vars(self)["kept"]: [(on_the_model("kept", 3.0), r"kept was 2\.0")],
-    lambda self, x: x * self.__dict__.get("kept"): [(on_the_model("kept", 3.0), r"kept was 2\.0")],
+    lambda self, x: x * vars(self)["kept"]: [(sets(MODEL, "kept", 3.0), r"kept was 2\.0")],
+    lambda self, x: x * self.__dict__.get("kept"): [(sets(MODEL, "kept", 3.0), r"kept was 2\.0")],
     lambda self, x: x * 2 if self.a.weight.requires_grad else x: [(FREEZES, "whether a.weight .* False now")],
     lambda self, x: x * 2 if x.requires_grad else x: [
         (FREEZES, "whether a.weight requires a gradient was True")
@@ -278,8 +267,8 @@ HELD = {  # what forward reads: what a person changes, and what the sentence nam
     reads_objects: [
         (sets("space", "s", 3.0), "space.* was 2"),
         (sets("number", "value", 3.0), "number was a c_double .* is another c_double"),
-        (sets_first("things", "scale"), "things.* was 2"),
-        (sets_first("hidden", "factor"), "hidden.* was 2"),
+        (lambda patch, net: patch.setattr(net.things[0], "scale", 3.0), "things.* was 2"),
+        (lambda patch, net: patch.setattr(net.hidden[0], "factor", 3.0), "hidden.* was 2"),
     ],
     reads_around: [
         (puts(globals(), "SCALE", 3.0), r"SCALE was 2\.0 .*, its code \(.*test_held.py:\d+\) read"),
@@ -299,8 +288,8 @@ HELD = {  # what forward reads: what a person changes, and what the sentence nam
         (sets(NAMESPACE, "scale", 3.0), "NAMESPACE.* was"),
         (lambda patch, net: OTHER_CONTEXT.set(3.0), "get_value.* was"),
         (lambda patch, net: CONTEXT.set(3.0), "CONTEXT.* was"),
-        (sets_variable("PENSTOCK_SCALE"), r"os\.environ\['PENSTOCK_SCALE'\] was '2'"),
-        (sets_variable("PENSTOCK_NONE"), r"os\.environ\['PENSTOCK_NONE'\] was"),
+        (lambda patch, net: patch.setenv("PENSTOCK_SCALE", "3"), r"os\.environ\['PENSTOCK_SCALE'\] was '2'"),
+        (lambda patch, net: patch.setenv("PENSTOCK_NONE", "3"), r"os\.environ\['PENSTOCK_NONE'\] was"),
     ],
 }
 
@@ -436,12 +425,8 @@ def hooked(hook):
     return change
 
 
-def doubled(module, args, output):
-    return output * 2
-
-
-def tripled(module, args, output):
-    return output * 3
+def times(factor):
+    return lambda module, args, output: output * factor
 
 
 def reads_much(self, x):
@@ -453,7 +438,7 @@ FREE = {
     "the same value": (reads_much, [nothing, same_value, nothing]),
     "what nobody reads": (reads_much, [nothing, unread, unread]),
     "what a layer alone reads": (lambda self, x: self.leaf(x), [nothing, read_by_a_layer_alone]),
-    "hooks of a layer": (Net.between, [hooked(doubled), hooked(tripled), hooked(None), hooked(doubled)]),
+    "hooks of a layer": (Net.between, [hooked(times(2)), hooked(times(3)), hooked(None), hooked(times(2))]),
     "nothing where a flag is read": (reads_parts, [nothing, nothing]),
 }
 

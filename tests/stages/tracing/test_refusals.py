@@ -73,11 +73,6 @@ class Again(nn.Module):
 Checkpointed.__module__ = Grows.__module__ = "torch.nn.modules.made_up"  # leaves of the trace
 
 
-def in_inference_mode():
-    with torch.inference_mode():
-        return Two()
-
-
 def holding(module, name, item):
     setattr(module, name, item)
     return module
@@ -99,7 +94,7 @@ MODELS = [
     (lambda: chain(spectral_norm(nn.Linear(8, 3))), r"1 has the old .*spectral_norm, .*parametrizations"),
     (lambda: chain(torch.jit.script(nn.Linear(8, 3))), "1 is a TorchScript"),
     (lambda: quantize_dynamic(chain(nn.Linear(8, 3)), {"1"}), "1 is quantised and does not train"),
-    (in_inference_mode, "a has a tensor made in inference mode, weight"),
+    (torch.inference_mode()(lambda: Two()), "a has a tensor made in inference mode, weight"),
     (lambda: nn.DataParallel(Two()), r"found it in a DataParallel; give model\.module"),
     (lambda: nn.Sequential(nn.Embedding(9, 6, max_norm=1.0), Two()), "0 has max_norm, .*torch.renorm"),
     (lambda: chain(Checkpointed(8, 3)), "layer _1 checkpoints with .* use use_reentrant=False"),
