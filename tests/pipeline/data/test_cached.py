@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 from brokers import PAGE, broker_thread, state, within
-from loading import write_images
+from loading import Stream, write_images
 from processes import free_port
-from reference import same_bits
+from reference import same_tree
 from sharing import NUMBER, Drawing, Readable
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import penstock
 from penstock import ConfigError
 from penstock.pipeline.data.batches import BatchIndex, BatchReader
 from penstock.pipeline.data.cache.policies import policy
-from penstock.pipeline.data.cached import CachedDataset, CacheReader, cache_reader, sample_source
+from penstock.pipeline.data.cached import CachedDataset, cache_reader, sample_source
 from penstock.pipeline.data.loader import Loader, WarmUp
 from penstock.pipeline.data.samples import samples_of
 
@@ -37,22 +37,17 @@ def path(tmp_path):
     return tmp_path / "s" / "cache.sock"
 
 
-def through_cache(
-    dataset: Any, path: Path, *, job: str = "a", data: str = "", epochs: int = EPOCHS
-) -> CacheReader:
-    counts: Any = {"num_samples": NUMBER, "batch_size": BATCH, "epochs": epochs}
-    return cache_reader(sample_source(dataset, decoded=True), job=job, socket=path, data=data, **counts)
-
-
-def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, job: str = "a") -> Any:
+def batches(dataset: Any, path: Any = None, *, workers: int = 0) -> Any:
     """The batches of a run, and what its loader tells."""
     through = {}
     if path is not None:
-        through["train"] = through_cache(dataset, path, job=job)
+        counts: Any = {"num_samples": NUMBER, "batch_size": BATCH, "epochs": EPOCHS}
+        source = sample_source(dataset, decoded=True)
+        through["train"] = cache_reader(source, job="a", socket=path, data="", **counts)
         dataset = CachedDataset(dataset, through["train"])
     table = samples_of(dataset, target="my.data", batch_size=None).train
     options: Any = {"through": through, "epochs": EPOCHS, "used": NUMBER // BATCH * BATCH}
-    reads = BatchReader(tables={"train": table}, batch_size=BATCH, seed=seed, **options)
+    reads = BatchReader(tables={"train": table}, batch_size=BATCH, seed=0, **options)
     warm_up = WarmUp(batches=NUMBER // BATCH, batch_size=BATCH, workers=workers)
     notes: list[str] = []
     loader = Loader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
@@ -60,16 +55,6 @@ def batches(dataset: Any, path: Any = None, *, workers: int = 0, seed: int = 0, 
         return [loader.take(place) for place in PLACES], loader.figures | {"notes": notes}
     finally:
         loader.close()
-
-
-def alike(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, torch.Tensor):
-        return same_bits(ours, theirs)
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(alike(ours[name], theirs[name]) for name in ours)
-    if isinstance(ours, list | tuple):
-        return len(ours) == len(theirs) and all(map(alike, ours, theirs))
-    return ours == theirs
 
 
 class Pairs(Dataset[Any]):
@@ -97,7 +82,7 @@ def test_order_and_bytes_are_those_without_a_cache(path, name, workers):
     plain, _ = batches(Pairs(Readable()))
     with broker_thread(path, policy(name, 30 * 2 * PAGE)):
         found, told = batches(Pairs(Readable()), path, workers=workers)
-    assert alike(found, plain)
+    assert same_tree(found, plain)
     counts = told["cache"]
     assert counts["hits"] + counts["loads"] == len(PLACES) * BATCH
     assert counts["hits"] > 0 or name == "lru"
@@ -127,7 +112,7 @@ def test_a_sample_that_draws_is_never_kept_and_the_others_are(path):
         data = penstock.cached(Nothing(), job="a", decoded=True, socket=path, shuffle=False)
         for _ in range(2):  # nothing is a sample, too
             assert [sample is None for sample in data.__getitems__(list(data.sampler))] == [True, False] * 30
-    assert alike(found, plain)
+    assert same_tree(found, plain)
     drawing = sum(index % 3 == 0 for index in range(NUMBER))
     assert told["cache"]["hits"] >= (EPOCHS - 1) * (NUMBER - drawing - BATCH)
     assert told["cache"]["loads"] >= EPOCHS * (drawing - BATCH)
@@ -193,9 +178,6 @@ class Backwards(Written):
     def read(self, index: int) -> bytes:
         return super().read(index)[::-1]
 
-    def __getitem__(self, index: int) -> bytes:
-        return self.decode(index, self.read(index))
-
 
 def test_a_file_that_changes_is_read_anew(path, tmp_path):
     for index in range(4):
@@ -240,7 +222,7 @@ def test_folders_of_torchvision_keep_files_and_draw_their_transforms_anew(path, 
     plain, _ = batches(whole)
     with broker_thread(path, policy("lru", 1000 * PAGE)):
         found, told = batches(whole, path, workers=1)
-        assert alike(found, plain)
+        assert same_tree(found, plain)
         assert told["cache"]["hits"] >= (EPOCHS - 1) * (NUMBER - 2 * BATCH)
         part = Subset(whole, list(range(10, 30)))
         one = penstock.cached(part, job="b", socket=path, shuffle=False)
@@ -248,7 +230,7 @@ def test_folders_of_torchvision_keep_files_and_draw_their_transforms_anew(path, 
         torch.manual_seed(3)
         expected = [part[index] for index in range(20)]
         torch.manual_seed(3)
-        assert alike(one.__getitems__(list(range(20))), expected)
+        assert same_tree(one.__getitems__(list(range(20))), expected)
 
 
 @pytest.mark.parametrize(
@@ -280,13 +262,6 @@ def test_without_a_broker_it_warns_once_and_goes_on(path):
 
 
 def test_what_cannot_be_cached_says_why():
-    class Stream(IterableDataset[Any]):
-        def __len__(self) -> int:
-            return 1
-
-        def __iter__(self) -> Any:
-            return iter(())
-
     named: Any = {"job": "a"}
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (Stream(), named, "for samples with a number, found a Stream"),

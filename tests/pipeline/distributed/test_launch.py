@@ -9,6 +9,7 @@ from pathlib import Path
 
 import leaving
 import pytest
+from processes import wait_for_the_end
 
 from penstock import ConfigError, PenstockError, TransportError
 from penstock.pipeline.distributed import launcher, rank
@@ -58,22 +59,7 @@ def test_the_cause_is_told_and_not_its_consequence(what, which, kind, told, tmp_
 def test_what_a_rank_started_and_left_ends_with_it(tmp_path, monkeypatch):
     with pytest.raises(Lost, match=r"rank 1 \(stages 1, 2\) ended with exit code 7"):
         start("leave a child", tmp_path, monkeypatch)
-    gone(int((tmp_path / "child").read_text()))
-
-
-def gone(*pids):
-    """Wait until these processes have ended."""
-    until = time.monotonic() + 20
-    while any(map(_runs, pids)):
-        assert time.monotonic() < until, "a process outlived the one that it belongs to"
-        time.sleep(0.05)
-
-
-def _runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_for_the_end(int((tmp_path / "child").read_text()))
 
 
 SLOW = r"""
@@ -100,7 +86,7 @@ def test_ranks_that_still_import_end_with_their_launcher(number, tmp_path):
         assert launcher.stdout is not None
         pids = [int(launcher.stdout.readline()) for _ in range(2)]
         launcher.send_signal(number)
-    gone(*pids)
+    wait_for_the_end(*pids)
 
 
 def test_a_rank_whose_launcher_went_before_it_could_be_tied_ends_at_once():

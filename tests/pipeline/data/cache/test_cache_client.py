@@ -121,8 +121,8 @@ def test_a_client_that_is_forgotten_leaves_no_trace(path):
         in_a_child(lambda: True)
 
 
-def test_without_a_broker_nothing_is_there_and_that_is_said_once(path):
-    said = Said()
+def test_without_a_broker_nothing_is_there_which_is_said_once_and_one_that_comes_is_found(path):
+    said, policy = Said(), watched_lru(100 * PAGE)
     one = client(path, tell=said)
     one.begin(0, ORDER, None)
     one.measured(TIMES)
@@ -133,16 +133,9 @@ def test_without_a_broker_nothing_is_there_and_that_is_said_once(path):
     assert one.use([1]) == [None]
     (line,) = said
     assert f"{path} has no broker; start one by penstock cache serve" in line
-
-
-def test_a_broker_is_looked_for_once_a_second_and_found_when_it_comes(path):
-    one = client(path)
-    one.begin(0, ORDER, None)
-    one.measured(TIMES)
-    policy = watched_lru(100 * PAGE)
     with broker_thread(path, policy):
         assert one.use([1]) == [None]
-        assert not one._link
+        assert not one._link  # it looks for one once a second
         within(2, lambda: one.use([1]) == [None] and one._link)
         assert one.store([1], [b"a"]) == 1
         assert [call[0] for call in policy.calls] == ["join", "join", "begin", "use", "offer"]
