@@ -31,7 +31,7 @@ ELSEWHERE = {
     "./scripts/quickstart": "test_quickstart.py",
     "./scripts/check": "what runs this test",
     ". .venv/bin/activate": "test_quickstart.py",
-    "sbatch --nodes=2 scripts/slurm.sbatch model=resnet18 checkpoint.minutes=10": "test_slurm.py",
+    "sbatch --nodes=2 scripts/slurm.sbatch model=resnet18 checkpoint.minutes=10": "test_examples.py",
     "pip install jupyterlab && jupyter lab scripts/notebooks/throughput.ipynb": "test_notebook.py",
 }
 RUN = ("penstock", "torchrun")  # whose options are read here; test_launched.py runs torchrun

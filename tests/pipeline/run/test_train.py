@@ -1,11 +1,14 @@
 """Whole runs: the bits of the plain loop whatever the ranks, and a run folder that others can read."""
 
+import re
+import threading
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from commands import OWN, SMALL, lines, refusal, summary, trained
+from commands import OWN, SMALL, lines, losses, refusal, same_run, summary, trained
+from faults import ended, started
 from omegaconf import OmegaConf
 from processes import ranks_in
 from reference import plain_loop, same_bits
@@ -18,6 +21,7 @@ from penstock.pipeline.distributed import launcher
 from penstock.pipeline.run import planning, train, training_loop
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.scripts import command
+
 
 JOB = (
     f"{SMALL} batch_size=50 micro_batches=3 max_steps=4 optimizer.lr=0.05 optimizer.momentum=0.5"
@@ -197,3 +201,62 @@ def test_a_full_disk_costs_no_weights_and_is_told_in_one_sentence(small_disk, tm
     assert weights.is_relative_to(tmp_path)
     left = {path.name for path in (small_disk / "run").iterdir()}
     assert left == {"config.yaml", "plan.json", "plan.png", "metrics.jsonl", "errors"}
+
+
+CHECKED = (
+    f"{SMALL} batch_size=200 micro_batches=4 max_steps=8 optimizer.momentum=0.5 scheduler=cosine epochs=2"
+    " checkpoint.every=2 codec=zero_value"
+)
+THREADED = f"{CHECKED} replicas.threads=true"
+
+
+def test_threads_train_to_the_bits_of_one_rank_and_go_on_with_others():
+    trained(f"{CHECKED} ranks=1 stages=2 hydra.run.dir=whole")
+    trained(f"{THREADED} ranks=3 replicas.count=[2,1] replicas.exact=true schedule=gpipe hydra.run.dir=run")
+    assert [t.name for t in threading.enumerate() if t.name.startswith(("rank", "penstock"))] == []
+    assert same_run("run", "whole")
+    assert summary("run")["ranks"] == 3
+    left = {path.name for path in Path("run").iterdir()}
+    assert {"plan.json", "config.yaml", "timeline.png", "checkpoints"} <= left
+    (middle,) = Path("run/checkpoints").glob("*6")
+    trained(f"{THREADED} ranks=2 replicas.count=2 replicas.exact=true resume={middle} hydra.run.dir=second")
+    assert losses("second") == losses("whole")[6:]
+
+
+@pytest.mark.slow
+def test_an_error_in_a_thread_is_told_by_rank_and_place_and_leaves_its_traceback(tmp_path):
+    more = "ranks=2 replicas.threads=true hydra.run.dir=run"
+    code, out, error, seconds = ended(started(tmp_path, more, fault="0 update 5 raise"))
+    assert code == 2, out + error
+    found = re.fullmatch(
+        r"penstock: rank (\d), stage \1, update, step 2: ValueError: sky; its traceback is in (\S+)\n", error
+    )
+    assert found, error
+    assert Path(found[2]).name == f"rank{found[1]}.json"
+    assert "raise ValueError" in (tmp_path / found[2]).read_text()
+    assert seconds < 100
+
+
+EXPLODES = (
+    f"{SMALL} batch_size=50 micro_batches=2 max_steps=4 optimizer.momentum=0.5 optimizer.nesterov=false"
+    " ranks=1 stages=2 optimizer.lr=1e30 detect_anomaly=true"
+)
+
+
+def test_a_learning_rate_that_explodes_is_told(capfd):
+    told = refusal(f"{EXPLODES} hydra.run.dir=exploded", capfd)
+    assert "rank 0, stage " in told
+    assert "detect_anomaly=true refuses " in told
+    assert "lower the learning rate" in told
+    assert 0 < len(losses("exploded")) < 4
+    assert not Path("exploded/model.safetensors").exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_nan_in_the_data_is_told_by_the_rank_that_found_it_with_input_and_layer(ranks, capfd):
+    Path("own.py").write_text(OWN)
+    job = "model._target_=own.Net data._target_=own.samples data.nans=true batch_size=20 micro_batches=2"
+    told = refusal(f"{job} cuts=[relu] threads=1 detect_anomaly=true ranks={ranks} deadline=60", capfd)
+    assert "rank 0, stage 0, forward of micro-batch 0, step 0: detect_anomaly=true refuses NaN" in told
+    assert "of that of layer wide, NaN first in the input inputs" in told
