@@ -12,6 +12,7 @@ import time
 
 import pytest
 from brokers import broker_thread, client, payload
+from commands import answer
 from rich.console import Console
 
 from penstock.scripts import cache, command
@@ -19,13 +20,8 @@ from penstock.scripts import cache, command
 ORDER = range(100)
 
 
-def cached(*typed, capfd):
-    code = command.run(["cache", *typed])
-    return code, *capfd.readouterr()
-
-
-def refusal(*typed, capfd):
-    code, out, error = cached(*typed, capfd=capfd)
+def refusal(typed, capfd):
+    code, out, error = answer(f"cache {typed}", capfd)
     assert (code, out, error.count("\n")) == (command.REFUSED, "", 1), error
     return error
 
@@ -61,7 +57,7 @@ def test_it_serves_until_a_signal_and_leaves_an_empty_folder(path, number, polic
         one.use([1])
         assert one.store([1], [payload(1)]) == 1
         assert one.use([1])[0].payload == payload(1)
-        assert f"a broker listens at socket={path}" in refusal("serve", f"socket={path}", capfd=capfd)
+        assert f"a broker listens at socket={path}" in refusal(f"serve socket={path}", capfd)
         knocking = threading.Thread(target=knock, args=[path])
         knocking.start()
         time.sleep(0.01)
@@ -79,7 +75,7 @@ def test_it_serves_until_a_signal_and_leaves_an_empty_folder(path, number, polic
 
 
 def shown(path, capfd):
-    code, out, err = cached("status", f"socket={path}", capfd=capfd)
+    code, out, err = answer(f"cache status socket={path}", capfd)
     assert (code, err) == (0, "")
     return re.sub(r" +", " ", out).splitlines()
 
@@ -129,9 +125,9 @@ def test_a_view_says_what_is_not_known():
 
 
 def test_a_broker_that_is_stopped_or_away_is_one_sentence(path, capfd, monkeypatch):
-    error = refusal("status", f"socket={path}", capfd=capfd)
+    error = refusal(f"status socket={path}", capfd)
     assert f"no broker listens at {path} (No such file or directory); start one by penstock cache" in error
     monkeypatch.setattr(cache, "_WAIT_SECONDS", 0.1)
     with broker_thread(path) as broker:
         monkeypatch.setattr(broker, "_serve", lambda one: (time.sleep(0.5), one.close()))
-        assert f"the broker at {path} does not answer" in refusal("status", f"socket={path}", capfd=capfd)
+        assert f"the broker at {path} does not answer" in refusal(f"status socket={path}", capfd)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import Case, pipeline_with_batches
-from reference import same_bits
+from commands import answer
+from reference import same_tree
 from safetensors.torch import load_file
 from zoo import build
 
@@ -40,11 +41,6 @@ def run(trained, tmp_path, monkeypatch):
     return trained[1]
 
 
-def exported(*typed, capfd):
-    code = command.run(["export", *typed])
-    return code, *capfd.readouterr()
-
-
 def harm(step):
     part = next(Path(f"run/checkpoints/step_{step:08}").glob("rank_0_*"))
     data = bytearray(part.read_bytes())
@@ -54,12 +50,11 @@ def harm(step):
 
 
 def test_the_file_is_that_of_a_finished_run_and_loads_strictly(run, capfd):
-    code, out, err = exported("run", capfd=capfd)
+    code, out, err = answer("export run", capfd)
     assert (code, err) == (0, "")
     assert "model_step_2.safetensors: the model behind step 2, from run/checkpoints/step_00000002" in out
     found = load_file("model_step_2.safetensors")
-    assert found.keys() == run[2].keys()
-    assert all(same_bits(found[name], run[2][name]) for name in found)
+    assert same_tree(found, run[2])
     safetensors_io.write_tensors(Path("finished.safetensors"), run[2])
     assert Path("finished.safetensors").read_bytes() == Path("model_step_2.safetensors").read_bytes()
     model, _ = build(TIED.model, TIED.dtype, 1)
@@ -69,24 +64,22 @@ def test_the_file_is_that_of_a_finished_run_and_loads_strictly(run, capfd):
 
 
 def test_one_checkpoint_and_one_output_are_named(run, capfd):
-    code, out, _ = exported("run/checkpoints/step_00000001", "output=one.safetensors", capfd=capfd)
+    code, out, _ = answer("export run/checkpoints/step_00000001 output=one.safetensors", capfd)
     assert code == 0
     assert out.startswith("one.safetensors: the model behind step 1")
-    found = load_file("one.safetensors")
-    assert found.keys() == run[1].keys()
-    assert all(same_bits(found[name], run[1][name]) for name in run[1])
+    assert same_tree(load_file("one.safetensors"), run[1])
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_taken(run, capfd):
     harm(2)
-    code, out, err = exported("run", capfd=capfd)
+    code, out, err = answer("export run", capfd)
     assert code == 0
     assert "is damaged" in err
     assert "the checkpoint before is taken" in err
     assert out.startswith("model_step_1.safetensors: the model behind step 1")
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["model_step_1.safetensors", "run"]
     harm(1)
-    code, out, err = exported("run", "output=new.safetensors", capfd=capfd)
+    code, out, err = answer("export run output=new.safetensors", capfd)
     assert (code, out) == (command.REFUSED, "")
     assert "is damaged" in err.splitlines()[-1]
     assert not list(Path.cwd().glob("*.part"))
@@ -103,7 +96,7 @@ def test_no_more_than_one_tensor_is_held(run, capfd, monkeypatch):
         return tensor
 
     monkeypatch.setattr(safetensors_io.TensorFile, "read", watched)
-    assert exported("run", capfd=capfd)[0] == 0
+    assert answer("export run", capfd)[0] == 0
     assert len(held) == len(run[2])
 
 
@@ -120,7 +113,7 @@ def test_what_cannot_be_is_one_sentence(run, capfd, typed, subject):
     files = [Path("there"), Path("model_step_2.safetensors")]
     for file in files:
         file.write_text("mine")
-    code, out, error = exported(*typed.split(), capfd=capfd)
+    code, out, error = answer(f"export {typed}", capfd)
     assert (code, out, error.count("\n")) == (command.REFUSED, "", 1)
     assert subject in error
     assert [file.read_text() for file in files] == ["mine", "mine"]

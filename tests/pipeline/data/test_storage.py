@@ -3,49 +3,26 @@
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock import ConfigError
+from penstock import ConfigError, in_threads
 from penstock.pipeline.data.storage import check_shared, listing, local_copy
-
-
-class Together:
-    """Ranks as threads that gather what each has."""
-
-    def __init__(self, number: int) -> None:
-        self.barrier, self.items = threading.Barrier(number), [None] * number
-
-    def gather(self, rank: int) -> Any:
-        def all_of(item: Any) -> list[Any]:
-            self.items[rank] = item
-            self.barrier.wait(10)
-            found = list(self.items)
-            self.barrier.wait(10)
-            return found
-
-        return all_of
 
 
 def said(places: list[Path]) -> list[str]:
     """Message of each rank whose files are at its place."""
-    together, told = Together(len(places)), [""] * len(places)
 
-    def run(rank: int) -> None:
+    def run(world: Any) -> str:
         try:
-            check_shared({"root": str(places[rank])}, rank=rank, gather=together.gather(rank))
+            check_shared({"root": str(places[world.rank])}, rank=world.rank, gather=world.all_gather_json)
         except ConfigError as error:
-            told[rank] = str(error)
+            return str(error)
+        return ""
 
-    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(len(places))]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(20)
-    return told
+    return in_threads(run, ranks=len(places))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from cases import OPTIMIZERS
 from small_pipelines import profile_of
 from torch import nn
 from zoo import cross_entropy, images
@@ -24,12 +25,6 @@ from penstock.pipeline.distributed.transport import measured_rates
 DEADLINE = 4.0  # seconds; less, and on a busy machine the wrong rank is late
 
 
-def end(how):
-    if how in ("SystemExit", "KeyboardInterrupt"):
-        raise getattr(builtins, how)
-    raise ValueError("the sky fell")
-
-
 def train(how):
     """Two ranks; the second stage's third forward (or backward) of the first step ends in ``how``."""
     calls, backward = [0], how == "raise in backward"
@@ -37,22 +32,19 @@ def train(how):
     def third(*_):
         calls[0] += 1
         if dist.get_rank() == 1 and calls[0] == 3:
-            end(how)
+            raise getattr(builtins, how, ValueError("the sky fell"))
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(1), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
     x, y = images(8)[0]
     plan = penstock.partition(profile_of(model, (x[:3].clone(),)), cuts=["_1"], micro_batches=4)
-    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=sgd, deadline=DEADLINE)
+    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS["plain"], "deadline": DEADLINE}
+    pipe = penstock.Pipeline(model, plan, **settings)
     if backward:
         model[3].register_forward_hook(lambda module, args, out: out.register_hook(third) and None)
     else:
         model[3].register_forward_pre_hook(third)
     pipe.step(x, y)
-
-
-def sgd(named):
-    return torch.optim.SGD(named, lr=0.1)
 
 
 @pytest.mark.ranks

@@ -26,16 +26,18 @@ def written(to: Console) -> list[str]:
     return to.file.getvalue().splitlines()
 
 
-def summary(**more):
+def summary_of(*reports):
     totals = Totals(num_stages=2)
-    for step in range(2):
-        totals.add(report(step))
+    for one in reports:
+        totals.add(one)
     sizes = {"a.weight": 1500, "b.weight": 6, "c.weight": 7}
     test = {"accuracy": 0.9653, "loss": 0.1234}
-    return (
-        summarise(totals, PLAN, sizes=sizes, test=test, ranks=2, threads=1, codec="raw", turns=[], flows=[])
-        | more
-    )
+    more = {"ranks": 2, "threads": 1, "codec": "raw", "turns": [], "flows": []}
+    return summarise(totals, PLAN, sizes=sizes, test=test, **more)
+
+
+def summary(**more):
+    return summary_of(report(0), report(1)) | more
 
 
 def closed(found, *, columns=110, files=()):
@@ -205,23 +207,15 @@ def test_a_loss_that_is_no_number_is_null_since_json_has_no_word_for_it(tmp_path
     assert '"loss": null' in path.read_text()
 
 
-def summary_of(*reports):
-    totals = Totals(num_stages=2)
-    for one in reports:
-        totals.add(one)
-    sizes = {"a.weight": 5, "b.weight": 6, "c.weight": 7}
-    return summarise(totals, PLAN, sizes=sizes, test={"accuracy": 0.5}, ranks=2)
-
-
 def test_the_summary_adds_up_the_steps():
     summary = summary_of(report(0, loss=2.0), report(1, loss=1.0))
-    assert (summary["test_accuracy"], summary["loss"], summary["ranks"]) == (0.5, 1.0, 2)
+    assert (summary["test_accuracy"], summary["loss"], summary["ranks"]) == (0.9653, 1.0, 2)
     assert (summary["steps"], summary["samples"], summary["seconds"]) == (2, 16, 1.0)
     assert summary["samples_per_second"] == 16.0
     assert (summary["bytes_raw"], summary["bytes_sent"], summary["ratio"]) == (360, 200, 1.8)
     first, last = summary["stages"]
     names = ("layers", "first_layer", "last_layer", "parameters")
-    assert [first[name] for name in names] == [2, "a", "b", 11]
+    assert [first[name] for name in names] == [2, "a", "b", 1506]
     assert (first["bytes_sent_forward"], first["ratio_forward"], first["ratio_backward"]) == (80, 2.5, None)
     assert (last["rank"], last["bytes_raw_backward"], last["parameters"]) == (1, 160, 7)
     assert (last["compute_seconds"], last["waiting_seconds"]) == (0.4, 0.5)

@@ -12,10 +12,11 @@ import threading
 import time
 from pathlib import Path
 
+import faults
 import pytest
 import torch.distributed as dist
 from commands import DEADLY, SMALL, same_model, trained
-from processes import free_port
+from processes import children, free_port
 
 import penstock
 from penstock.conf.schema import TrainConfig
@@ -85,10 +86,7 @@ class Machine:
 
     def lose(self):
         """End the agent and its rank at once."""
-        listed = subprocess.run(
-            ["pgrep", "-P", str(self.agent.pid)], capture_output=True, text=True, check=False
-        )
-        for pid in (self.agent.pid, *map(int, listed.stdout.split())):
+        for pid in (self.agent.pid, *children(self.agent)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.agent.wait(30)
@@ -231,42 +229,15 @@ def test_a_refusal_ends_all_and_is_told_once(tmp_path, options, sentence):
     assert sentence in said
 
 
-BREAKS = """
-import os, torch
-
-
-def breaks(x):
-    if os.environ["RANK"] == "1" and len(x) == 16 and not x.is_meta:
-        raise ValueError("broken here")
-    return x
-
-
-torch.fx.wrap("breaks")
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)
-
-    def forward(self, x):
-        return self.b(breaks(torch.relu(self.a(x.flatten(1)))))
-
-
-def net(describe):
-    return Net()
-"""
-
-
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_all(tmp_path):
-    Path("own.py").write_text(BREAKS)
-    own = [option for option in JOB if not option.startswith("model")]
-    codes, printed = launched(tmp_path, *own, "+model._target_=own.net", "cuts=[relu]")
+def test_a_rank_that_fails_ends_all(tmp_path, monkeypatch):
+    Path("own.py").write_text(faults.OWN)
+    monkeypatch.setenv("FAULT", "1 forward 5 raise")
+    codes, printed = launched(tmp_path, *faults.JOB.split(), "stages=2")
     assert codes == [command.REFUSED, command.REFUSED], printed
     for text in printed:
         assert "rank 1, stage 1, forward of micro-batch" in text
-        assert "ValueError: broken here" in text
+        assert "ValueError: sky" in text
         assert "Traceback" not in text
 
 

@@ -65,13 +65,6 @@ def test_the_rank_in_the_middle_loads_nothing_unless_all_leave_the_same_samples_
     assert {row["left_out"] for row in plain[2]["data"] + ranks[2]["data"]} == {4}  # twice, with a test each
 
 
-def test_a_run_ends_at_a_sample_that_cannot_be_read(capfd):
-    Path("images/train/dogs/4.png").write_bytes(b"no image")
-    error = refusal(f"{JOB} ranks=1 stages=1 data.workers=1 cuts=[]".replace("seed=3", "seed=1"), capfd)
-    assert "images/train/dogs/4.png is not an image that can be read" in error
-    assert "data.skip_broken=true" in error
-
-
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_runs_side_by_side_share_a_cache_and_keep_their_bits(tmp_path):

@@ -53,16 +53,11 @@ def test_without_a_disk_what_fits_nowhere_is_refused_with_the_least_that_does(ca
     assert "disk" not in said
 
 
-def test_a_prediction_is_the_first_step_and_what_it_left():
-    first = StageReport(device_tier=100, packed_tier=20, disk_tier=7, grew_bytes=30)
-    assert metrics.predicted_peaks(first) == {"device": 130, "packed": 20, "host": 0, "disk": 7}
-
-
 def test_a_process_that_holds_more_than_its_budget_is_named_once():
-    told, mib = [], 1 << 20
-    see = tables.overrun(dataclasses.replace(PLAN, memory=100 * mib), told.append)
-    for resident in (174 * mib, 175 * mib, 300 * mib):  # 1.1 times as much, and 64 MiB
-        stages = StageReport(rank=1, resident_bytes=resident), StageReport(rank=0, resident_bytes=mib)
+    told = []
+    see = tables.overrun(dataclasses.replace(PLAN, memory=100 * MIB), told.append)
+    for resident in (174 * MIB, 175 * MIB, 300 * MIB):  # 1.1 times as much, and 64 MiB
+        stages = StageReport(rank=1, resident_bytes=resident), StageReport(rank=0, resident_bytes=MIB)
         see(dataclasses.replace(report(), stages=stages))
     assert [line.partition(" more")[0] for line in told] == ["rank 1 holds 175 MiB"]
     without = tables.overrun(dataclasses.replace(PLAN, memory=None), told.append)

@@ -152,14 +152,6 @@ def test_a_resumed_run_keeps_the_logged_shares_before_it_and_repeats_none(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_person_lets_the_planner_divide_the_ranks(capsys):
-    plan, said = planned("ranks=3 stages=2 replicas.count=auto", capsys)
-    assert plan.replicas in ((1, 2), (2, 1))
-    assert str(plan.asked) == "stages=2 ranks=3 replicas=auto"
-    assert f"replicas {list(plan.replicas)}" in said
-
-
-@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_that_do_not_help_are_left_out_where_that_is_allowed(capfd):
     job = SMALL_PLAN.replace("micro_batches=4", "micro_batches=2")  # two replicas get a micro-batch

@@ -20,6 +20,11 @@ from penstock.pipeline.run.run_folder import RunFolder
 from penstock.stages.files import save_json
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(path=tmp_path / "run")
+
+
 def test_the_configuration_comes_back_as_it_was_saved(tmp_path):
     folder = RunFolder(path=tmp_path)
     config = TrainConfig(model={"_target_": "my.Net", "widths": [1, 2]}, stages=2, threads=3, max_steps=7)
@@ -35,16 +40,14 @@ def test_the_configuration_comes_back_as_it_was_saved(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["summary.json", "model.safetensors"])
-def test_what_a_run_achieved_is_not_written_over(name, tmp_path):
-    folder = RunFolder(path=tmp_path / "run")
+def test_what_a_run_achieved_is_not_written_over(name, folder):
     with folder.claim():
         save_json(folder.path / name, {"steps": 1})
     refused(folder, r"run already holds .* another folder")
     assert [path.name for path in folder.path.iterdir()] == [name]
 
 
-def test_a_claimed_folder_is_gone_only_when_it_is_empty(tmp_path):
-    folder = RunFolder(path=tmp_path / "run")
+def test_a_claimed_folder_is_gone_only_when_it_is_empty(folder):
     with folder.claim() as missing:
         assert missing is None
         assert [path.name for path in folder.path.iterdir()] == [".lock"]
@@ -82,8 +85,7 @@ def refused(folder, told):
         pass
 
 
-def test_a_second_run_is_refused_while_the_first_lives_however_that_ends(tmp_path):
-    folder = RunFolder(path=tmp_path / "run")
+def test_a_second_run_is_refused_while_the_first_lives_however_that_ends(folder):
     with holder_of(folder) as (first, _):
         for _ in range(2):  # the refused one did not break the lock
             refused(folder, f"in use by another run, pid {first.pid} on {socket.gethostname()}; wait")
@@ -97,8 +99,7 @@ def test_a_second_run_is_refused_while_the_first_lives_however_that_ends(tmp_pat
     assert not folder.path.exists()
 
 
-def test_a_lock_that_was_opened_before_its_holder_removed_it_is_no_lock(tmp_path, monkeypatch):
-    folder = RunFolder(path=tmp_path / "run")
+def test_a_lock_that_was_opened_before_its_holder_removed_it_is_no_lock(folder, monkeypatch):
     flock, opened = fcntl.flock, []
     with holder_of(folder) as (_, end):
 
@@ -114,18 +115,17 @@ def test_a_lock_that_was_opened_before_its_holder_removed_it_is_no_lock(tmp_path
             assert (folder.path / ".lock").stat().st_ino == opened[-1]
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_told(folder, monkeypatch):
     def flock(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with RunFolder(path=tmp_path / "run").claim() as missing:
+    with folder.claim() as missing:
         assert missing is not None
         assert "run is on a file system without locks (No locks available)" in missing
 
 
-def test_a_folder_that_was_removed_or_is_another_runs_is_not_written_into(tmp_path):
-    folder = RunFolder(path=tmp_path / "run")
+def test_a_folder_that_was_removed_or_is_another_runs_is_not_written_into(folder):
     removed = pytest.raises(ConfigError, match="run was removed while this run wrote into it")
     with folder.claim():
         mark = folder.mark()
@@ -137,8 +137,7 @@ def test_a_folder_that_was_removed_or_is_another_runs_is_not_written_into(tmp_pa
             folder.check(mark)
 
 
-def test_temporary_files_of_a_killed_run_go_and_those_of_other_programs_stay(tmp_path):
-    folder = RunFolder(path=tmp_path / "run")
+def test_temporary_files_of_a_killed_run_go_and_those_of_other_programs_stay(folder):
     folder.errors.mkdir(parents=True)
     ours = [folder.path / "model.safetensors.0123abcd.part", folder.errors / "rank_0.json.4567cdef.part"]
     theirs = folder.path / "film.mkv.part"
@@ -165,8 +164,7 @@ def test_an_unfinished_run_is_taken_over_in_so_many_words(tmp_path):
     assert sorted(tmp_path.rglob("*")) == [folder.errors, folder.plan]
 
 
-def test_what_ranks_are_told_lies_where_nobody_else_can_write(tmp_path, monkeypatch):
-    folder = RunFolder(path=tmp_path / "run")
+def test_what_ranks_are_told_lies_where_nobody_else_can_write(folder, tmp_path, monkeypatch):
     with folder.private() as told:
         assert stat.S_IMODE(told.path.stat().st_mode) == 0o700
         told.tell(TrainConfig(max_steps=3), PLAN)
@@ -179,9 +177,7 @@ def test_what_ranks_are_told_lies_where_nobody_else_can_write(tmp_path, monkeypa
         pass
 
 
-def test_what_failing_ranks_left_is_kept_in_the_run_folder(tmp_path):
-    folder = RunFolder(path=tmp_path)
-
+def test_what_failing_ranks_left_is_kept_in_the_run_folder(folder):
     def fail(errors):
         errors.mkdir()
         (errors / "rank0.json").write_text("{}")
@@ -206,12 +202,12 @@ def test_a_folder_that_cannot_be_made_is_refused_with_its_path(name, told, tmp_p
     refused(RunFolder(path=tmp_path / name), re.escape(f"{tmp_path / name} cannot be written {told}"))
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path):
+def test_a_folder_of_somebody_else_is_refused(folder, tmp_path):
     tmp_path.chmod(0o500)
     if root := os.geteuid() == 0:  # who may write everywhere
         os.seteuid(65534)
     try:
-        refused(RunFolder(path=tmp_path / "run"), r"\(Permission denied\); make it writable")
+        refused(folder, r"\(Permission denied\); make it writable")
     finally:
         if root:
             os.seteuid(0)

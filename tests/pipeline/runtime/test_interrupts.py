@@ -16,6 +16,7 @@ from cases import Case, pipeline_with_batches, plan_of
 from law import everything_leaves
 from reference import same_tree
 from sampling import is_whole
+from small_pipelines import pipeline_of
 from torch import nn
 from zoo import build
 
@@ -89,12 +90,9 @@ class Slow(nn.Module):
 
 
 def slow_pipeline():
-    slow = Slow()
-    model, x = nn.Sequential(nn.Linear(4, 4), slow), torch.randn(4, 4)
-    graph = penstock.trace(model, (x,), leaves=["1"])
-    plan = penstock.partition(penstock.measure(graph, (x,)), stages=2, micro_batches=1)
-    optimizer = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
-    return penstock.Pipeline(model, plan, loss=lambda y, _: y.sum(), optimizer=optimizer), x
+    model, x = nn.Sequential(nn.Linear(4, 4), Slow()), torch.randn(4, 4)
+    settings = {"stages": 2, "micro_batches": 1, "loss": lambda y, _: y.sum()}
+    return pipeline_of(model, example=(x,), leaves=["1"], **settings), x
 
 
 def test_a_pipeline_is_for_one_thread_at_a_time(monkeypatch):

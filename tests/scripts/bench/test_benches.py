@@ -142,7 +142,9 @@ REFUSED = {
 }
 
 
-def refusal(typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+@pytest.mark.parametrize("typed", REFUSED)
+def test_bad_input_is_one_sentence(typed, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     name, *words = shlex.split(typed)
     module = topic(name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
@@ -150,14 +152,7 @@ def refusal(typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         harness.main(module.options(), module.bench)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
-@pytest.mark.parametrize("typed", REFUSED)
-def test_bad_input_is_one_sentence(typed, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    line = refusal(typed, monkeypatch, capsys)
-    assert line.startswith(f"{typed.split()[0]}.py: ")
+    assert line.startswith(f"{name}.py: ")
     assert REFUSED[typed] in line
     assert not list(tmp_path.iterdir())
 

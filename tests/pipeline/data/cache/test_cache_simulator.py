@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_policies import Watched
 
-from penstock.pipeline.data.cache.policies import POLICIES
+from penstock.pipeline.data.cache.next_use import NextUse
 
 pytestmark = pytest.mark.slow
 
@@ -32,29 +32,17 @@ def test_no_choice_of_what_to_keep_hits_more_than_the_optimum(keys: list[int], n
     assert optimum(keys, num_slots).sum() == most_hits(keys, num_slots)
 
 
-def paced(name: str, slots: int, *, jobs: int, same: bool, num: int, seed: int = 0):
-    loads = [
-        Load(
-            name=f"job{number}",
-            data=0 if same else number,
-            num_samples=num,
-            batch_size=20,
-            epochs=6,
-            start=num * number / jobs + number / jobs,
-            seed=100 * seed + number,
-        )
-        for number in range(jobs)
-    ]
-    return simulate(loads, Watched(POLICIES[name](slots)))  # every answer is held against the bytes
-
-
 # By share of the samples and whether jobs read the same data: the least hit rate.
 TARGETS = {(0.1, False): 0.2, (0.25, False): 0.375, (0.1, True): 0.36, (0.25, True): 0.55}
 
 
 @pytest.mark.parametrize(("share", "same"), TARGETS)
 def test_next_use_comes_close_to_the_optimum(share: float, same: bool):
-    slots = round(share * 400 * (1 if same else 8))
-    run = paced("next_use", slots, jobs=8, same=same, num=400)
+    slots, counts = round(share * 400 * (1 if same else 8)), {"num_samples": 400, "batch_size": 20}
+    loads = [
+        Load(name=f"job{n}", data=0 if same else n, epochs=6, start=401 * n / 8, seed=n, **counts)
+        for n in range(8)
+    ]
+    run = simulate(loads, Watched(NextUse(slots)))  # every answer is held against the bytes
     assert sum(run.hits) >= 0.98 * optimum(run.keys, slots).sum()
     assert run.hit_rate() >= TARGETS[share, same]
