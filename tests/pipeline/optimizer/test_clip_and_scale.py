@@ -1,4 +1,4 @@
-"""Clip and loss scale: the bits of clip_grad_norm_ over the whole model, and of the plain loop with its GradScaler."""
+"""Clip and loss scale: the bits of the plain loop, whatever the dtypes and wherever the gradients lie."""
 
 import copy
 import dataclasses
