@@ -1,11 +1,11 @@
 """Law L5: whatever goes through the sample cache has the order and the bytes of a run without it."""
 
+import contextlib
 import os
 import random
 import shutil
 import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,9 @@ def batches(dataset: Any, path: Any = None, *, workers: int = 0) -> Any:
     reads = BatchReader(tables={"train": table}, batch_size=BATCH, seed=0, **options)
     warm_up = WarmUp(batches=NUMBER // BATCH, batch_size=BATCH, workers=workers)
     notes: list[str] = []
-    loader = Loader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
-    try:
+    loads = Loader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
+    with contextlib.closing(loads) as loader:
         return [loader.take(place) for place in PLACES], loader.figures | {"notes": notes}
-    finally:
-        loader.close()
 
 
 class Pairs(Dataset[Any]):
@@ -357,8 +355,6 @@ def test_data_of_unknown_name_is_shared_with_nobody(path):
         for data in named:
             data.__getitems__(list(data.sampler))
         assert named[1].through.counts.hits == NUMBER
-        for data in (one, other, *named):
-            data.through.cache.close()
 
 
 @pytest.fixture
@@ -370,10 +366,7 @@ def redis_url(tmp_path):
     options = f"--port {port} --bind 127.0.0.1 --appendonly no --dir {tmp_path}".split()
     process = subprocess.Popen([server, "--save", "", *options], stdout=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 20
-        while not _answers(port):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        within(20, lambda: _answers(port))
         yield f"redis://127.0.0.1:{port}/0", process
     finally:
         process.kill()

@@ -1,5 +1,6 @@
 """Batches that are loaded ahead: the same bytes in the same order by however many processes."""
 
+import contextlib
 import os
 import random
 import signal
@@ -41,11 +42,8 @@ def reading(table: Any, **options: Any) -> BatchReader:
 
 
 def taken(reads: BatchReader, places: Iterable[BatchIndex] = PLACES, **options: Any) -> list[Any]:
-    loader = Loader(reads, places, **options)
-    try:
+    with contextlib.closing(Loader(reads, places, **options)) as loader:
         return [loader.take(place) for place in places]
-    finally:
-        loader.close()
 
 
 def tables_of(table: Any) -> list[Any]:

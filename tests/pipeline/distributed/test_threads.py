@@ -34,13 +34,9 @@ def test_threads_are_named_ranks_of_their_own_and_gone_afterwards():
         torch.set_num_threads(1)
         return world.rank, world.size, world.is_alone, thread_of(world.group)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert penstock.in_threads(work, ranks=3) == [(rank, 3, False, rank) for rank in range(3)]
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(3)  # every test begins with one
+    assert penstock.in_threads(work, ranks=3) == [(rank, 3, False, rank) for rank in range(3)]
+    assert torch.get_num_threads() == 3
     assert sorted(seen) == ["rank0", "rank1", "rank2"]
     assert ranks_left() == []
     assert penstock.in_threads(lambda world: world.all_reduce([3.0]), ranks=1) == [[3.0]]

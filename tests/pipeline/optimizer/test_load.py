@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS
 from reference import plain_loop, same_bits, same_tree
+import small_pipelines
 from small_pipelines import profile_of
 from torch import nn
 from zoo import cross_entropy
@@ -314,21 +315,15 @@ def test_other_geometry_loads(state, other):
     other.load_state_dict(state)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(torch.relu(self.a(x)))
-
-
 def test_a_tied_tensor_has_one_value():
-    plan = penstock.partition(profile_of(Tied(), (torch.randn(4, 6),)), cuts=["relu"], micro_batches=2)
-    pipe = penstock.Pipeline(Tied(), plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
+    model = small_pipelines.model_of(
+        lambda self, x: self.b(torch.relu(self.a(x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)
+    )
+    model.b.weight = model.a.weight
+    names = list(model.state_dict())
+    pipe = small_pipelines.pipeline_of(model, cuts=["relu"])
     state = pipe.state_dict()
-    assert list(state["model"]) == list(Tied().state_dict())
+    assert list(state["model"]) == names
     pipe.load_state_dict(state)
     state["model"]["b.weight"] = state["model"]["b.weight"] + 1
     refused(pipe, state, r"b\.weight and a\.weight are one tensor of the model")

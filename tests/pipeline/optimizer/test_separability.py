@@ -191,11 +191,8 @@ def test_what_only_begins_as_an_optimizer_of_torch_is_tried():
     def clip(made, *_):
         torch.nn.utils.clip_grad_norm_(made.param_groups[0]["params"], 1.0)
 
-    handle = register_optimizer_step_pre_hook(clip)
-    try:
+    with register_optimizer_step_pre_hook(clip):
         assert "SGD looks at all together" in refusal(lambda n: torch.optim.SGD(n, lr=0.1))
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,6 @@ def made(gradients, **settings):
     return update, log, parameters
 
 
-def written(parameters):
-    return [parameter.item() for parameter in parameters]
-
-
 def of(*values):
     return [torch.tensor([float(value)]) for value in values]
 
@@ -98,7 +94,7 @@ def test_an_overflow_skips_its_round_or_its_own_update(together, expected):
         ticks.append([*update.scheduler.num_steps.values()])
     assert ticks == ([[0, 0], [1, 1]] if together else [[1, 0], [2, 1]])
     assert log.count("update 1") == 2  # it counts as an update of the versions
-    assert written(parameters) == expected
+    assert [parameter.item() for parameter in parameters] == expected
 
 
 @pytest.mark.parametrize(

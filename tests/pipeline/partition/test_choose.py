@@ -119,18 +119,12 @@ def test_below_the_least_feasible_it_is_refused_with_that_figure():
 
 
 def test_what_does_not_suit_the_schedule_is_no_choice():
-    options: dict[str, Any] = {
-        "stages": 2,
-        "schedule": "async_1f1b",
-        "weights": "stashed",
-        "prediction": True,
-    }
-    options["micro_batches"] = 4
-    plan = partition(net(size=200 * KIB), memory="85%", **OPEN | options)
+    options = OPEN | {"stages": 2, "micro_batches": 4, "schedule": "async_1f1b"}
+    options |= {"weights": "stashed", "prediction": True}
+    plan = partition(net(size=200 * KIB), memory="85%", **options)
     assert {stage.parameters_tier for stage in plan.stages} == {"device"}
-    fixed: dict[str, Any] = {"parameters_tier": "disk"}
     with pytest.raises(PlanError, match="found prediction=true and parameters disk"):
-        partition(net(), memory="70%", **OPEN | options | fixed)
+        partition(net(), memory="70%", **options | {"parameters_tier": "disk"})
 
 
 def test_the_smallest_budget_of_a_refusal_is_accepted_where_a_forward_cannot_run_again():

@@ -45,10 +45,6 @@ def milliseconds(layers):
     return round(sum(layer.forward_seconds + layer.backward_seconds for layer in layers) / MS)
 
 
-def memory_of(layers, flights):
-    return sum(3 * layer.parameter_bytes + flights * layer.saved_bytes for layer in layers)
-
-
 def best_of(profile, all_cuts, cost):
     """Weight and cost of the cuts that the planner's words mean: of those within 5 % of the cheapest the
     lightest, then the cheapest; None where none has a cost."""
@@ -72,7 +68,10 @@ def brute_force(profile, ranks, *, flights, bytes_per_ms=None, budget=None):
 
     def cost(cuts):
         parts = parts_between(profile, cuts)
-        memories = [memory_of(part, flight) for part, flight in zip(parts, flights, strict=True)]
+        memories = [
+            sum(3 * layer.parameter_bytes + flight * layer.saved_bytes for layer in part)
+            for part, flight in zip(parts, flights, strict=True)
+        ]
         if budget is not None and 1.05 * max(memories) > budget + 1e-9:
             return None
         over = [max(crossing(profile, cut)) / bytes_per_ms for cut in cuts if bytes_per_ms is not None]

@@ -37,19 +37,11 @@ SUPPORT = Path(__file__).parents[2] / "support"
 def launched(tmp_path, *options, ranks=2, name="train"):
     """Start a ``penstock`` command as a launcher does; returns exit codes and what each rank printed."""
     meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "penstock", name, *options],
-            cwd=tmp_path,
-            env=os.environ
-            | meeting
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    line, started = [sys.executable, "-m", "penstock", name, *options], []
+    for rank in map(str, range(ranks)):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(ranks)}
+        how = {"cwd": tmp_path, "env": os.environ | meeting | own, "text": True}
+        started.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how))
     try:
         printed = [process.communicate(timeout=240)[0] for process in started]
     finally:
@@ -68,14 +60,9 @@ class Machine:
         self.said = self.folder / f"said_{time.monotonic_ns()}.txt"
         agent = f"--nnodes 2 --node-rank {number} --master-addr 127.0.0.1 --master-port {port}"
         typed = f"{agent} --max-restarts {restarts} -m penstock train {options}".split()
+        how = {"cwd": self.folder, "env": os.environ | surroundings}
         with self.said.open("w") as file:
-            self.agent = subprocess.Popen(
-                [*TORCHRUN, *typed],
-                cwd=self.folder,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | surroundings,
-            )
+            self.agent = subprocess.Popen([*TORCHRUN, *typed], stdout=file, stderr=subprocess.STDOUT, **how)
 
     @property
     def text(self):

@@ -49,15 +49,10 @@ def test_a_run_goes_on_with_other_replicas_and_says_where_bits_may_differ(count,
 SMALL_PLAN = f"{SMALL.replace(' seed=3', '')} batch_size=48 micro_batches=4"
 
 
-def planned(typed, capsys):
-    """The plan that a person gets, and what is said of it."""
-    assert command.run(["plan", *f"{SMALL_PLAN} {typed} hydra.run.dir=run".split()]) == 0
-    return Plan.load("run/plan.json"), capsys.readouterr().out
-
-
 def test_a_plan_says_its_replicas_and_train_takes_them_from_it(capsys):
-    asked = "ranks=3 replicas.count=[1,2] replicas.exact=true"
-    plan, said = planned(asked, capsys)
+    asked = f"{SMALL_PLAN} ranks=3 replicas.count=[1,2] replicas.exact=true hydra.run.dir=run"
+    assert command.run(["plan", *asked.split()]) == 0
+    plan, said = Plan.load("run/plan.json"), capsys.readouterr().out
     assert (plan.replicas, plan.exact, plan.num_ranks) == ((1, 2), True, 3)
     assert "replicas [1, 2] that add as one" in said
     assert "replicas.shares" not in said

@@ -145,17 +145,16 @@ def test_a_trial_tells_the_bytes_of_the_whole_tensor(dtype):
         assert min(cost[1:]) > 0
 
 
-def trained(case, plan, steps):
-    pipe, batches = pipeline_with_batches(case, plan)
-    for step in range(steps):
-        pipe.step(*batches[step % 3])
+def trained(case, steps, plan=None):
+    """A pipeline whose codecs are chosen while it trains, after some steps."""
+    pipe, _ = run_plan(plan or plan_of(case)[0], case=case, steps=steps)
     assert isinstance(pipe.policy, Auto)
     return pipe
 
 
 def test_auto_decides_in_a_training_run_and_says_so():
     case = Case(model="mlp", cuts=3, codec="auto")
-    pipe = trained(case, plan_of(case)[0], TRIALS[-1] + 1 + 3 * ROUNDS + 1)
+    pipe = trained(case, TRIALS[-1] + 1 + 3 * ROUNDS + 1)
     assert sum(turn.stayed for turn in pipe.policy.turns) == 1
     assert min(min(turn.predicted, turn.measured) for turn in pipe.policy.turns) > 0
     flows = pipe.flows()
@@ -169,14 +168,14 @@ def test_seconds_of_trials_are_those_of_packing(monkeypatch):
     for name in ("leaving", "arriving"):
         monkeypatch.setattr(Auto, name, lambda *_: time.sleep(0.02))
     case = Case(model="mlp", cuts=3, codec="auto")
-    pipe = trained(case, plan_of(case)[0], TRIALS[0] + 1)
+    pipe = trained(case, TRIALS[0] + 1)
     tried = [span for span in pipe.timeline() if span.op == "F" and span.micro_batch == 0]
     assert len(tried) == 3
     assert min(span.packing for span in tried) >= 0.02
 
 
 def decided_on_a_rank(case, plan_path):
-    policy = trained(case, penstock.Plan.load(plan_path), 13).policy
+    policy = trained(case, 13, penstock.Plan.load(plan_path)).policy
     assert isinstance(policy, Auto)
     assert policy.chosen is not None
     return sorted(policy.chosen.codecs.items()), policy.rates

@@ -1,6 +1,7 @@
 """Code of a person beside the layers: it finds what the plain loop shows it, or the first step is refused."""
 
 import collections
+import contextlib
 import copy
 import functools
 import random
@@ -52,10 +53,6 @@ class Net(nn.Module):
         return self.d(x)
 
 
-def sgd(named):
-    return torch.optim.SGD(named, lr=0.1, momentum=0.9)
-
-
 def parts(
     model,
     *,
@@ -71,7 +68,7 @@ def parts(
         hook(model, parameter)
 
     def optimizer(named):
-        made = sgd(named)
+        made = torch.optim.SGD(named, lr=0.1, momentum=0.9)
         if update:
             made.register_step_post_hook(lambda *_: update(model, made))
         return made
@@ -124,10 +121,6 @@ class Counts:
 COUNTS: dict[nn.Module, Counts] = collections.defaultdict(Counts)
 
 
-def count_for_each(model, parameter):
-    parameter.register_hook(Counts())
-
-
 def count_together(model, parameter):
     parameter.register_hook(COUNTS[model])
 
@@ -171,7 +164,7 @@ ALLOWED = {
     "loss draws": {"loss": lambda m, v: v * (1 + torch.rand(()))},
     "backward, own parameter": {"backward": lambda m: m.a.weight.sum()},
     "loss counts": {"loss": lambda m, v: COUNTS[m](v)},
-    "hooks count": {"hook": count_for_each},
+    "hooks count": {"hook": lambda m, p: p.register_hook(Counts())},
     "hook scales": {"hook": on_gradient(lambda m, p, g: g * p.detach().norm())},
     "hook clamps": {"hook": when_added(lambda m, p: p.grad.clamp_(-0.01, 0.01))},
     "update clamps": {"update": lambda m, o: [p.data.clamp_(-0.2, 0.2) for p in o.param_groups[0]["params"]]},
@@ -205,11 +198,8 @@ def step_in_threads(model, code, **how):
     """A step of two ranks, each with a copy of the model."""
 
     def train(world):
-        pipe = pipeline(copy.deepcopy(model), code, world=world, **how)
-        try:
+        with contextlib.closing(pipeline(copy.deepcopy(model), code, world=world, **how)) as pipe:
             pipe.step(*batches(1)[0])
-        finally:
-            pipe.close()
 
     penstock.in_threads(train, ranks=2)
 

@@ -73,13 +73,6 @@ def raw(path, *said, timeout=5.0):
     return connection
 
 
-def read_to_the_end(connection):
-    with contextlib.suppress(ConnectionResetError):
-        while connection.recv(1 << 20):
-            pass
-    connection.close()
-
-
 # What is sent, and a word of the line that tells why its connection was ended.
 MALFORMED = [
     (b"GET / HTTP/1.1\r\n\r\n", "bytes, 65536 are the most"),
@@ -119,7 +112,9 @@ MALFORMED = [
 
 def test_what_is_malformed_or_untrue_ends_its_connection_with_one_line(path, said):
     for sent, subject in MALFORMED:
-        read_to_the_end(raw(path, sent))
+        with raw(path, sent) as connection, contextlib.suppress(ConnectionResetError):
+            while connection.recv(1 << 20):
+                pass
         within(5, lambda: said)
         (line,) = said
         assert subject in line

@@ -37,8 +37,7 @@ def path(tmp_path):
 
 def filled(path, indices, **said):
     """A client whose run has stored samples."""
-    one = client(path, **said)
-    one.begin(0, ORDER, ORDER)
+    one = begun(path, **said)
     assert one.use(indices) == [None] * len(indices)
     assert one.store(indices, [payload(index) for index in indices]) == len(indices)
     return one
@@ -51,8 +50,7 @@ def test_samples_of_all_sizes_come_back_byte_for_byte_with_their_stamps(path):
     buffers = [data[0], bytearray(data[1]), *data[2:-1], memoryview(data[-1]).cast("H")]
     indices = list(range(len(sizes)))
     with broker_thread(path) as broker:
-        one = client(path)
-        one.begin(0, ORDER, ORDER)
+        one = begun(path)
         one.use([*indices, 9])
         assert one.store(indices, buffers, stamps) == len(indices)
         one.begin(1, ORDER, None)
@@ -159,8 +157,7 @@ def test_a_batch_is_one_round_trip_and_the_orders_of_an_epoch_are_sent_by_one_co
     with broker_thread(path):
         one = filled(path, list(range(20)))
         assert kinds == [Kind.HELLO, Kind.BEGIN, Kind.ORDERS, Kind.USE, Kind.OFFER]
-        other = client(path)
-        other.begin(0, ORDER, ORDER)
+        other = begun(path)
         assert [hit.payload for hit in other.use(range(20))] == [payload(index) for index in range(20)]
         assert kinds[5:] == [Kind.HELLO, Kind.BEGIN, Kind.USE, Kind.DONE]
         for each in (one, other):

@@ -243,24 +243,20 @@ def test_the_next_use_is_so_many_positions_from_the_last():
     assert progress(UNMEASURED).time_of(3, 0.0, 9.0) == 27.0
 
 
-def most_hits(keys: list[int], num_slots: int) -> int:
-    """By trying every choice: at each use to keep or not, and who leaves."""
+@pytest.mark.slow
+@given(keys=st.lists(st.integers(0, 5), max_size=14), num_slots=st.integers(0, 4))
+def test_no_choice_of_what_to_keep_hits_more_than_the_optimum(keys: list[int], num_slots: int):
+    """Every choice is tried: at each use to keep or not, and who leaves."""
 
     @cache
-    def best(at: int, cached: frozenset[int]) -> int:
+    def most_hits(at: int, cached: frozenset[int]) -> int:
         if at == len(keys):
             return 0
         there = cached | {keys[at]}
         kept = [there] if len(there) <= num_slots else [there - {one} for one in there]
-        return (keys[at] in cached) + max(best(at + 1, one) for one in kept)
+        return (keys[at] in cached) + max(most_hits(at + 1, one) for one in kept)
 
-    return best(0, frozenset())
-
-
-@pytest.mark.slow
-@given(keys=st.lists(st.integers(0, 5), max_size=14), num_slots=st.integers(0, 4))
-def test_no_choice_of_what_to_keep_hits_more_than_the_optimum(keys: list[int], num_slots: int):
-    assert optimum(keys, num_slots).sum() == most_hits(keys, num_slots)
+    assert optimum(keys, num_slots).sum() == most_hits(0, frozenset())
 
 
 # By share of the samples and whether jobs read the same data: the least hit rate.
