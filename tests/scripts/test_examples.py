@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 PLAIN = [sys.executable]
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

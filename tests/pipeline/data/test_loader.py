@@ -20,11 +20,10 @@ from processes import runs, wait_for_the_end
 from reference import same_bits, same_tree
 from torch.utils.data import DataLoader, TensorDataset
 
-from penstock import ConfigError
-from penstock.compression.errors import TransportError
+from penstock import ConfigError, TransportError
 from penstock.pipeline.data import image_folder
 from penstock.pipeline.data.batches import BatchIndex, BatchReader, Needs
-from penstock.pipeline.data.loader import Loader, in_memory, workers_of
+from penstock.pipeline.data.loader import Loader, workers_of
 from penstock.pipeline.data.samples import samples_of
 from penstock.pipeline.data.text import load as text
 
@@ -292,8 +291,3 @@ def test_who_needs_no_image_opens_none(tmp_path):
 )
 def test_how_many_processes_load(asked, table, cores, found):
     assert workers_of(asked, tables_of(table), cores=cores) == found
-
-
-def test_what_lies_in_memory_is_at_hand():
-    assert in_memory(reading(TensorDataset(torch.ones(3, 1), torch.ones(3))).tables["train"])
-    assert not in_memory(reading(Damaged()).tables["train"])

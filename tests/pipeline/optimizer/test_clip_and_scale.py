@@ -18,7 +18,6 @@ from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.optimizer.clip import clip_together
 from penstock.pipeline.optimizer.scale import Scale, Static, scale_of
 
-
 FLOATS = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
 DTYPES = [*FLOATS, torch.complex64, torch.complex128]
 

@@ -5,13 +5,14 @@ import functools
 import io
 import random
 import re
+from typing import Any
 
 import numpy
 import pytest
+import small_pipelines
 import torch
 from cases import OPTIMIZERS
 from reference import plain_loop, same_bits, same_tree
-import small_pipelines
 from small_pipelines import profile_of
 from torch import nn
 from zoo import cross_entropy
@@ -316,7 +317,7 @@ def test_other_geometry_loads(state, other):
 
 
 def test_a_tied_tensor_has_one_value():
-    model = small_pipelines.model_of(
+    model: Any = small_pipelines.model_of(
         lambda self, x: self.b(torch.relu(self.a(x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)
     )
     model.b.weight = model.a.weight

@@ -6,7 +6,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from profiles import layer_of, profile_of, profiles, value_of
 from programs import laid, most_in_flight
 
@@ -19,7 +20,6 @@ from penstock.pipeline.schedules.replicated import endless_programs, predicted_b
 from penstock.stages.plan.memory_model import copies
 from penstock.stages.profiling.network_profile import Profile, sizes_of
 from penstock.stages.weight_versions.policies import rule_named
-
 
 OPEN: dict[str, Any] = {"tier": "auto", "parameters_tier": "auto", "disk_rate": 1e9, "optimizer_state": 1.0}
 KIB = 1024
@@ -119,12 +119,12 @@ def test_below_the_least_feasible_it_is_refused_with_that_figure():
 
 
 def test_what_does_not_suit_the_schedule_is_no_choice():
-    options = OPEN | {"stages": 2, "micro_batches": 4, "schedule": "async_1f1b"}
+    options: dict[str, Any] = OPEN | {"stages": 2, "micro_batches": 4, "schedule": "async_1f1b"}
     options |= {"weights": "stashed", "prediction": True}
     plan = partition(net(size=200 * KIB), memory="85%", **options)
     assert {stage.parameters_tier for stage in plan.stages} == {"device"}
     with pytest.raises(PlanError, match="found prediction=true and parameters disk"):
-        partition(net(), memory="70%", **options | {"parameters_tier": "disk"})
+        partition(net(), memory="70%", **{**options, "parameters_tier": "disk"})
 
 
 def test_the_smallest_budget_of_a_refusal_is_accepted_where_a_forward_cannot_run_again():

@@ -7,7 +7,8 @@ import random
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from profiles import MS, NET, layer_of, profile_of, profiles, value_of
 
 from penstock.compression.errors import CodecError, PlanError, ScheduleError

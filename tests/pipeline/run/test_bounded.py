@@ -28,7 +28,6 @@ from penstock.scripts import command
 from penstock.stages.memory.parameter_offload import OffloadedParameters
 from penstock.stages.plan.plan import Plan
 
-
 JOB = f"{SMALL} batch_size=50 micro_batches=3 max_steps=3 codec=raw optimizer.momentum=0.5"
 ODD = """
 import torch

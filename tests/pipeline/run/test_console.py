@@ -14,8 +14,7 @@ from commands import SMALL, lines, trained
 from reports import PLAN, report
 from rich.console import Console
 
-from penstock import PlanError
-from penstock.compression.errors import ConfigError
+from penstock import ConfigError, PlanError
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run import console, early, logs, tables
 from penstock.pipeline.run.logs import JsonLog, Loggers

@@ -10,7 +10,8 @@ import pytest
 import torch
 from brokers import PAGE, broker_thread, state, within
 from commands import lines, refusal, summary, trained
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from loading import write_images
 from torch import nn
 
@@ -20,7 +21,6 @@ from penstock.pipeline.data.cache.policies import policy
 from penstock.pipeline.data.digits import load
 from penstock.pipeline.data.random_draws import order_of
 from penstock.pipeline.run.training_loop import Course, course, loader
-
 
 JOB = (
     "data=image_folder data.root=images data.size=8 model=mlp model.hidden=[16,12,8] batch_size=6"
@@ -133,7 +133,9 @@ def test_the_five_systems_in_one_run(tmp_path):
 def test_it_is_the_rest_of_the_whole_course_from_every_step_on(epochs, length, tests, most):
     steps = min(epochs * length, most)
     options = {"epochs": epochs, "steps": steps, "steps_of_an_epoch": length, "tests": tests}
-    whole = list(Course(**options))
+    whole_course = Course(**options)
+    whole = list(whole_course)
+    assert list(whole_course) == whole  # it may be gone through twice
     trained = [place for place in whole if place.split == "train"]
     assert [place.epoch * length + place.number for place in trained] == list(range(steps))
     tested = [place.number for place in whole if place.split == "test"]
@@ -143,11 +145,6 @@ def test_it_is_the_rest_of_the_whole_course_from_every_step_on(epochs, length, t
         assert rest == whole[len(whole) - len(rest) :]
         assert sum(place.split == "train" for place in rest) == steps - done
         assert sum(place.split == "test" for place in rest) >= tests  # of the epoch that ended with it, too
-
-
-def test_a_course_may_be_gone_through_twice():
-    course = Course(epochs=2, steps=3, steps_of_an_epoch=2, tests=1)
-    assert list(course) == list(course)
 
 
 @pytest.mark.parametrize(

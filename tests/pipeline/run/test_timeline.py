@@ -10,8 +10,7 @@ from programs import on_paper
 
 from penstock.pipeline.run.timeline import Panel, draw, figure, perfetto_trace
 from penstock.pipeline.schedules import schedule_named
-from penstock.pipeline.schedules.instruction import Span, bubbles, show
-from penstock.pipeline.schedules.synchronous import one_f_one_b
+from penstock.pipeline.schedules.instruction import bubbles, show
 
 
 def one(spans, **window):

@@ -12,8 +12,9 @@ import law
 import pytest
 import streams
 import torch
-from cases import Case, pipeline_of, pipeline_with_batches, plan_file, plan_of
-from hypothesis import given, strategies as st
+from cases import Case, pipeline_of, plan_file, plan_of
+from hypothesis import given
+from hypothesis import strategies as st
 from law import differences
 from programs import two_ranks
 from streams import StreamCase
@@ -23,9 +24,20 @@ import penstock
 from penstock.compression.buffers import Pool
 from penstock.compression.codec_cost import Cost, candidates, sample, trial
 from penstock.pipeline.distributed.process_group import World
-from penstock.pipeline.runtime.auto_codec import MASKED, ROUNDS, START, TRIALS, Auto, Fixed, Prices, Setting, choose, policy_named, predict
+from penstock.pipeline.runtime.auto_codec import (
+    MASKED,
+    ROUNDS,
+    START,
+    TRIALS,
+    Auto,
+    Fixed,
+    Prices,
+    Setting,
+    choose,
+    policy_named,
+    predict,
+)
 from penstock.pipeline.schedules.instruction import Flow
-
 
 DOWN, UP = Flow("v", "F", 0, 1), Flow("v", "B", 1, 0)
 WORK = {(stage, op): seconds for stage in (0, 1) for op, seconds in (("F", 1.0), ("B", 2.0))}

@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from profiles import NET
 from small_pipelines import profile_of
 from torch import nn
 
 import penstock
-from penstock.compression.errors import PlanError
 from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.runtime.load_balancing import LoadBalancer, better, by_speed, check_asked, smoothed
 from penstock.stages.plan.plan_stage import counts_of
-
 
 EVEN = partition(NET, replicas=[2, 2], micro_batches=8, codec="raw")
 
@@ -126,7 +125,7 @@ def test_a_checkpoint_has_the_shares_and_seconds_in_its_index(tmp_path):
     ],
 )
 def test_what_means_nothing_is_refused(asked, plan, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(penstock.PlanError, match=message):
         check_asked(asked, plan)
 
 

@@ -10,15 +10,13 @@ from cases import Case, pipeline_of, plan_of
 from devices import Noting, Reads
 from zoo import build, cross_entropy
 
-from penstock import Pipeline, PlanError, StageError
-from penstock.compression.errors import ConfigError, PlanError
+from penstock import ConfigError, Pipeline, PlanError, StageError
 from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.runtime import device_placement
 from penstock.pipeline.runtime.agreement import Agreement
 from penstock.pipeline.runtime.batches import _moved, micro_batches, total_loss
 from penstock.stages.device import CPU, Device, device_of
 from penstock.stages.plan.plan import Asked
-
 
 CASE = Case(model="mlp", cuts=2)
 GIB = 1 << 30

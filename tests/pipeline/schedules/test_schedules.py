@@ -15,7 +15,6 @@ from penstock.pipeline.schedules.custom import custom, show_programs
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program, show
 from penstock.pipeline.schedules.synchronous import interleaved, one_f_one_b, rounds
 
-
 ALL = [name for name in SCHEDULES if name != "custom"]
 NEIGHBOURS = ("gpipe", "1f1b", "zb_h1", "async_1f1b")
 VEE, LOOP = [[0, 3], [1, 2]], [[0, 2], [1, 3]]

@@ -5,15 +5,29 @@ import itertools
 
 import pytest
 from cases import Case, plan_of
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from profiles import layer_of, profile_of, value_of
 from programs import on_paper, two_ranks
 
 from penstock import ScheduleError, partition
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
 from penstock.pipeline.schedules.instruction import Op, parse_program, show
-from penstock.pipeline.schedules.replicated import dealt, live_micro_batches, live_versions, most_held, replicated, without
-from penstock.pipeline.schedules.simulate import outline, simulate, simulate_plan, simulate_spans, step_seconds
+from penstock.pipeline.schedules.replicated import (
+    dealt,
+    live_micro_batches,
+    live_versions,
+    most_held,
+    replicated,
+    without,
+)
+from penstock.pipeline.schedules.simulate import (
+    outline,
+    simulate,
+    simulate_plan,
+    simulate_spans,
+    step_seconds,
+)
 from penstock.pipeline.schedules.verify import smallest_window, verify
 
 
@@ -29,6 +43,8 @@ def test_two_stages_by_hand():
     #        stage 1   .. F0 F1 F2 B0 B0 B1 B1 B2 B2
     assert seconds(two_ranks(3)) == seconds(two_ranks(3, "gpipe")) == 12.0
     assert seconds(two_ranks(1), transfer=0.5) == 1 + 0.5 + 1 + 2 + 0.5 + 2  # everything in turn
+    programs = schedule_named("1f1b")([[0, 1]], 2, extra_in_flight=0)
+    assert seconds(outline(programs), transfer=100.0) == 12.0  # stages of one rank have no link
 
 
 def test_a_slow_link_is_the_bottleneck_and_carries_one_message_at_a_time():
@@ -36,11 +52,6 @@ def test_a_slow_link_is_the_bottleneck_and_carries_one_message_at_a_time():
     assert seconds(two_ranks(8, "gpipe"), transfer=10.0) == down + 1 + 2 + up + 2
     plain, extra = (seconds(two_ranks(16, extra_in_flight=n), transfer=2.0) for n in (0, 1))
     assert 16 * 3.0 <= extra < 0.8 * plain  # one more in flight hides a transfer
-
-
-def test_stages_of_one_rank_have_no_link_between_them():
-    programs = schedule_named("1f1b")([[0, 1]], 2, extra_in_flight=0)
-    assert seconds(outline(programs), transfer=100.0) == 12.0
 
 
 def rows(simulation):

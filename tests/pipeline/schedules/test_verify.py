@@ -4,16 +4,22 @@ import itertools
 
 import pytest
 from executor import Channels, obeys
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from programs import laid, neighbours
 
 from penstock.compression.errors import ScheduleError
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.pipeline.schedules.custom import load_program, parse_csv, parse_programs, show_csv, show_programs
+from penstock.pipeline.schedules.custom import (
+    load_program,
+    parse_csv,
+    parse_programs,
+    show_csv,
+    show_programs,
+)
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse, parse_program, show
 from penstock.pipeline.schedules.synchronous import gpipe, one_f_one_b
 from penstock.pipeline.schedules.verify import smallest_window, verify
-
 
 SKIPS = ((0, 2), (0, 3), (1, 3))
 NAMES = [name for name in SCHEDULES if name != "custom"]

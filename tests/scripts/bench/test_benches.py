@@ -38,7 +38,7 @@ def topic(name: str) -> Any:
 
 
 def check(name: str, found: dict[str, Any]) -> None:
-    """What the results of a bench at its smallest size say."""
+    """Hold the results of a bench at its smallest size against what they must say."""
     match name:
         case "pipeline":
             torchs, ours = found["rows"]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from brokers import hello
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from small_policies import Watched, watched_lru
 
 from penstock.compression.errors import TransportError
@@ -19,7 +20,6 @@ from penstock.pipeline.data.cache.next_use import NextUse
 from penstock.pipeline.data.cache.policies import POLICIES, Lru
 from penstock.pipeline.data.cache.policy import Job, Times
 from penstock.pipeline.data.cache.wire import pages_of, pieces
-
 
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
 

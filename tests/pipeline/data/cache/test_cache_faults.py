@@ -24,7 +24,6 @@ from penstock.pipeline.data.cache.client import Hit, Link
 from penstock.pipeline.data.cache.policy import Times
 from penstock.pipeline.data.cache.wire import Kind, default_socket
 
-
 ORDER = range(100)
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
 FORK = multiprocessing.get_context("fork")
@@ -329,11 +328,6 @@ def test_nobody_who_is_given_the_memory_can_write_or_shrink_it():
         window.close()
         os.close(file)
         os.close(anew)
-
-
-def test_more_memory_than_the_machine_has_is_refused():
-    with pytest.raises(ConfigError, match="capacity=1024 TiB does not fit"):
-        SharedMemory(1 << 50)
 
 
 JOB, ROOT, OLD = "sys/fs/cgroup/job/memory.", "sys/fs/cgroup/memory.", "sys/fs/cgroup/memory/memory."

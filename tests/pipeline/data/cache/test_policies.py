@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 from cache_simulator import Load, optimum, simulate
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from small_policies import ALONE, Watched, watched_lru
 
 from penstock.pipeline.data.cache.next_use import NextUse
@@ -187,12 +188,9 @@ def test_before_its_use_a_sample_is_used_in_this_epoch_and_behind_it_in_the_next
     assert [found.next_use(index) for index in range(5)] == [5, 6, 7, 8, 9]
     found.use(0, 9.0)
     assert found.next_use(0) == NEVER
-
-
-def test_an_epoch_may_use_some_of_the_samples():
-    found = progress()
-    found.begin([0, 1], [1, 2], 2.0)
-    assert [found.next_use(index) for index in range(5)] == [5, 6, 8, NEVER, NEVER]
+    some = progress()
+    some.begin([0, 1], [1, 2], 2.0)  # an epoch may use some of the samples
+    assert [some.next_use(index) for index in range(5)] == [5, 6, 8, NEVER, NEVER]
 
 
 def test_an_epoch_is_as_announced_if_it_was_said_and_the_last_one_is_over():
