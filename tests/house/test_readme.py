@@ -29,13 +29,13 @@ ELSEWHERE = {
     "./scripts/quickstart": "test_quickstart.py",
     "./scripts/check": "what runs this test",
     ". .venv/bin/activate": "test_quickstart.py",
-    "sbatch --nodes=2 scripts/slurm.sbatch model=resnet18 checkpoint.minutes=10": "test_slurm.py",
+    "sbatch --nodes=2 scripts/slurm.sbatch model=resnet18 checkpoint.minutes=10": "test_examples.py",
     "pip install jupyterlab && jupyter lab scripts/notebooks/throughput.ipynb": "test_notebook.py",
 }
 RUN = ("penstock", "torchrun")  # whose options are read here; test_launched.py runs torchrun
 EXPORT = "export "  # reads what the run left whose lines stand above it
 BENCH = "python scripts/bench/"  # test_benches.py reads their options
-CACHE = "cache "  # takes no flags: test_cache_command.py runs all of it
+CACHE = "cache "  # takes no flags: test_export_and_cache.py runs all of it
 # What a line needs so that it ends soon; the last of two settings counts.
 SHORT = "epochs=1 max_steps=1 hydra.run.dir=run"
 PACKAGE = """

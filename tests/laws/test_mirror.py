@@ -86,7 +86,7 @@ def test_few_of_twelve_layers_are_near_at_a_time(tier, recompute, far):
 
 
 def test_without_prefetching_one_layer_is_near_at_a_time(far):
-    told: Any = {"loss": squares, "optimizer": torch.optim.AdamW, "micro_batches": 4}
+    told: Any = {"loss": mse_loss, "optimizer": torch.optim.AdamW, "micro_batches": 4}
     pipe, one = made(deep(), prefetches=False, **told), 64 * 64 * 4
     assert beside(pipe, deep(), [(BATCH, BATCH)] * 3, **told) == []
     pipe.step(BATCH, BATCH)
@@ -169,7 +169,7 @@ def test_an_optimizer_of_single_elements_takes_a_piece_at_a_time(kind, far):
         optimizer: Any = lambda named: torch.optim.AdamW(named, fused=True)  # noqa: E731
     else:
         optimizer = getattr(torch.optim, kind)
-    told: Any = {"loss": squares, "optimizer": optimizer, "micro_batches": 4, "clip": 0.01}
+    told: Any = {"loss": mse_loss, "optimizer": optimizer, "micro_batches": 4, "clip": 0.01}
     pipe, sizes = made(deep(3), **told), []
     of_stage = pipe.update.optimizers[0]
     step = of_stage.step
@@ -191,7 +191,7 @@ def test_a_hook_behind_a_gradient_sees_the_sum_of_micro_batches(far):
         return seen
 
     model, plain = deep(3), deep(3)
-    pipe, told = made(model), {"loss": squares, "optimizer": torch.optim.AdamW, "micro_batches": 4}
+    pipe, told = made(model), {"loss": mse_loss, "optimizer": torch.optim.AdamW, "micro_batches": 4}
     ours, expected = watched(model), watched(plain)
     assert beside(pipe, plain, [(BATCH, BATCH)] * 2, **told) == []
     assert len(ours) == len(expected) == 2 * 4 * 3

@@ -5,7 +5,8 @@ import weakref
 
 import pytest
 import torch
-from reference import plain_loop, same_bits
+from cases import OPTIMIZERS
+from reference import plain_loop, same_tree
 from torch import nn
 
 import penstock
@@ -51,23 +52,19 @@ def batches():
     return [drawn] * 3
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 @pytest.mark.parametrize("cuts", [["product"], ["relu", "both", "head"]], ids="-".join)
 def test_a_defined_network_trains_to_the_bits_of_one_written_by_hand(tmp_path, cuts):
     model, x = defined(tmp_path), batches()[0][0]
     profile = penstock.measure(penstock.trace(model, (x[:4],)), (x[:4],))
     plan = penstock.partition(profile, cuts=cuts, micro_batches=2)
-    pipe = penstock.Pipeline(model, plan, loss=nn.functional.cross_entropy, optimizer=sgd)
+    settings = {"loss": nn.functional.cross_entropy, "optimizer": OPTIMIZERS["sgd"]}
+    pipe = penstock.Pipeline(model, plan, **settings)
     torch.manual_seed(0)
     plain = ByHand()
-    loop = plain_loop(plain, batches(), loss=nn.functional.cross_entropy, optimizer=sgd, micro_batches=2)
+    loop = plain_loop(plain, batches(), micro_batches=2, **settings)
     for (inputs, targets), done in zip(batches(), loop, strict=True):
         assert pipe.step(inputs, targets).loss == done["loss"]
-    for name, tensor in pipe.state_dict()["model"].items():
-        assert same_bits(tensor, plain.state_dict()[name]), name
+    assert same_tree(pipe.state_dict()["model"], dict(plain.state_dict()))
     pipe.close()
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from commands import answer as penstock
 from omegaconf import OmegaConf
 from processes import ranks_in
 
@@ -27,12 +28,6 @@ def somewhere_else(tmp_path, monkeypatch):
     """Runs leave folders where they are started."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-
-
-def penstock(typed, capfd):
-    """Return exit code, standard output and standard error of ``penstock TYPED``."""
-    code = command.run(typed.split())
-    return code, *capfd.readouterr()
 
 
 def refusal(typed, capfd):

@@ -47,6 +47,12 @@ class Net(torch.nn.Module):
 """A model and data of one's own, for a file ``own.py`` in the folder where the command is typed."""
 
 
+def answer(typed: str, capture: Any) -> tuple[int, str, str]:
+    """Type ``penstock ...``; return exit code, standard output and standard error."""
+    code = command.run(typed.split())
+    return code, *capture.readouterr()
+
+
 def train(typed: str) -> int:
     """Type ``penstock train ...``; return the exit code."""
     return command.run(["train", *typed.split()], start_process=ForkedRank)

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 
 def children(process):
@@ -16,6 +17,21 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def runs(pid):
+    """True unless a process has ended, collected or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_the_end(*pids):
+    until = time.monotonic() + 20
+    while any(map(runs, pids)):
+        assert time.monotonic() < until, "a process outlived the one that it belongs to"
+        time.sleep(0.05)
 
 
 def ranks_in(folder):

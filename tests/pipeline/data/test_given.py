@@ -1,14 +1,10 @@
 """People's data: data sets, loaders, pairs of them; unused settings are named."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from commands import OWN, losses, summary, trained
-from reference import plain_loop, same_bits
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
@@ -18,49 +14,6 @@ from penstock.pipeline.data import Description, Samples
 from penstock.pipeline.data.samples import WORKS, samples_of
 from penstock.pipeline.run import build
 from penstock.pipeline.run.planning import example_inputs
-
-MORE = """
-import random
-
-import numpy as np
-from torch.utils.data import DataLoader, TensorDataset
-
-
-def table(rows=40, seed=0):
-    source = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(rows, 6, generator=source)
-    return TensorDataset(inputs, (inputs[:, 0] > 0).long())
-
-
-def one():
-    return table()
-
-
-def loaders():
-    return DataLoader(table(), batch_size=5, shuffle=True), DataLoader(table(rows=10, seed=1))
-
-
-def mixed():  # two samples in one, as mixup does, by all the generators that people draw from
-    def mix(items):
-        weight = random.random() * torch.rand(()) * float(np.random.rand())
-        inputs, targets = torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
-        return weight * inputs + (1 - weight) * inputs.flip(0), targets if weight > 0.1 else targets.flip(0)
-
-    return DataLoader(table(), batch_size=20, collate_fn=mix)
-"""
-JOB = (
-    "model._target_=own.Net ranks=1 stages=2 batch_size=20 micro_batches=2 epochs=1 scheduler=none"
-    " optimizer.lr=0.1 optimizer.momentum=0 optimizer.nesterov=false optimizer.weight_decay=0"
-)
-
-
-@pytest.fixture
-def own(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(OWN + MORE)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    yield
-    sys.modules.pop("own", None)
 
 
 def given(made: object, batch_size: int | None = None) -> Samples:
@@ -268,44 +221,3 @@ def test_the_example_is_what_the_model_takes():
     paired = given(Items(lambda i: ((torch.ones(3), torch.zeros(1)), i)))
     both: Any = example_inputs(config, paired)
     assert [tuple(x.shape) for x in both] == [(2, 3), (2, 1)]
-
-
-@pytest.mark.usefixtures("own")
-@pytest.mark.parametrize(
-    ("target", "ranks"), [("loaders", 1), pytest.param("one", 2, marks=[pytest.mark.slow, pytest.mark.ranks])]
-)
-def test_what_people_have_trains_with_the_bits_of_the_plain_loop(target, ranks, capfd):
-    trained(f"{JOB.replace('ranks=1', f'ranks={ranks}')} data._target_=own.{target} hydra.run.dir=run")
-    out, error = capfd.readouterr()
-    assert ("test_accuracy" in summary("run")) == ("test accuracy" in out) == (target != "one")
-    assert error.count("nothing to test on") == (target == "one")
-    assert error.count("batch_size=5 gives way to batch_size=20") == (target == "loaders")
-    import own  # pyright: ignore[reportMissingImports]
-
-    torch.manual_seed(0)
-    model = own.Net(2)
-    steps = plain_loop(
-        model,
-        list(given(own.one()).batches("train", batch_size=20)),
-        loss=nn.functional.cross_entropy,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        micro_batches=2,
-    )
-    assert len(list(steps)) == 2
-    found = load_file("run/model.safetensors")
-    for name, weight in model.state_dict().items():
-        assert same_bits(found[name], weight), name
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.usefixtures("own")
-def test_what_samples_draw_is_the_same_on_every_rank_and_for_a_run_that_goes_on():
-    """Inputs are drawn on the first rank and their targets on the last, so both must mean the same sample."""
-    job = f"{JOB.replace('epochs=1', 'epochs=4')} data._target_=own.mixed checkpoint.every=3"
-
-    trained(f"{job} hydra.run.dir=alone")
-    trained(f"{job.replace('ranks=1', 'ranks=2')} hydra.run.dir=two")
-    assert losses("two") == losses("alone")
-    trained(f"{job} hydra.run.dir=on resume=alone/checkpoints/step_00000003")
-    assert losses("on") == losses("alone")[3:]

@@ -1,5 +1,6 @@
 """Data sets of Hugging Face, where their package is installed: what trains, what goes through the cache."""
 
+import contextlib
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -36,15 +37,6 @@ def rows(number: int = ROWS, *, label: str = "labels") -> Any:
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features)).with_format("torch")
 
 
-def taken(samples: Any, *, workers: int = 0) -> list[Any]:
-    reading = BatchReader(tables={"train": samples.train}, batch_size=BATCH, seed=0)
-    loader = Loader(reading, PLACES, workers=workers)
-    try:
-        return [loader.take(place) for place in PLACES]
-    finally:
-        loader.close()
-
-
 def given(made: Any) -> Any:
     return samples_of(made, target="my.data", batch_size=None)
 
@@ -55,11 +47,12 @@ def test_batches_are_the_rows_in_our_order(label, workers):
     samples = given(rows(label=label))
     assert samples.describe.num_classes == 3
     reading = BatchReader(tables={"train": samples.train}, batch_size=BATCH, seed=0)
-    found = taken(samples, workers=workers)
-    for place, (inputs, targets) in zip(PLACES, found, strict=True):
-        order = reading.order("train", place.epoch).split(BATCH)[place.number]
-        assert same_bits(inputs["inputs"], INPUTS[order])
-        assert same_bits(targets, TARGETS[order])
+    with contextlib.closing(Loader(reading, PLACES, workers=workers)) as loader:
+        for place in PLACES:
+            inputs, targets = loader.take(place)
+            order = reading.order("train", place.epoch).split(BATCH)[place.number]
+            assert same_bits(inputs["inputs"], INPUTS[order])
+            assert same_bits(targets, TARGETS[order])
 
 
 def test_a_dict_of_splits_trains_and_is_tested():

@@ -1,5 +1,6 @@
 """Batches that are loaded ahead: the same bytes in the same order by however many processes."""
 
+import contextlib
 import os
 import random
 import signal
@@ -15,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 from loading import NUMBER, Damaged, Deadly, Drawn, Slow, Stream, Where, write_images
-from reference import same_bits
+from processes import runs, wait_for_the_end
+from reference import same_bits, same_tree
 from torch.utils.data import DataLoader, TensorDataset
 
-from penstock import ConfigError
-from penstock.compression.errors import TransportError
+from penstock import ConfigError, TransportError
 from penstock.pipeline.data import image_folder
 from penstock.pipeline.data.batches import BatchIndex, BatchReader, Needs
-from penstock.pipeline.data.loader import Loader, in_memory, workers_of
+from penstock.pipeline.data.loader import Loader, workers_of
 from penstock.pipeline.data.samples import samples_of
 from penstock.pipeline.data.text import load as text
 
@@ -40,43 +41,32 @@ def reading(table: Any, **options: Any) -> BatchReader:
 
 
 def taken(reads: BatchReader, places: Iterable[BatchIndex] = PLACES, **options: Any) -> list[Any]:
-    loader = Loader(reads, places, **options)
-    try:
+    with contextlib.closing(Loader(reads, places, **options)) as loader:
         return [loader.take(place) for place in places]
-    finally:
-        loader.close()
 
 
 def tables_of(table: Any) -> list[Any]:
     return list(reading(table).tables.values())
 
 
-def alike(ours: list[Any], theirs: list[Any]) -> bool:
-    pairs = zip(ours, theirs, strict=True)
-    return all(same_bits(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("table", [Drawn(), Stream()], ids=["drawn", "stream"])
 def test_the_bytes_and_the_order_are_those_of_no_process_and_of_a_run_that_goes_on(table):
     plain = taken(reading(table))
     assert len({float(inputs.sum()) for inputs, _ in plain}) == len(PLACES)
-    assert alike(plain, taken(reading(table), workers=workers_of(4, tables_of(table), cores=1)))
-    assert alike(plain[3:], taken(reading(table), PLACES[3:], workers=1))
+    assert same_tree(plain, taken(reading(table), workers=workers_of(4, tables_of(table), cores=1)))
+    assert same_tree(plain[3:], taken(reading(table), PLACES[3:], workers=1))
 
 
 @pytest.mark.slow
 def test_the_bytes_are_those_of_a_process_that_is_spawned():
-    assert alike(taken(reading(Drawn())), taken(reading(Drawn()), workers=2, start="spawn"))
+    assert same_tree(taken(reading(Drawn())), taken(reading(Drawn()), workers=2, start="spawn"))
 
 
 def test_the_threads_of_the_run_change_no_byte():
-    one, before = taken(reading(Drawn())), torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert alike(one, taken(reading(Drawn())))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    one = taken(reading(Drawn()))
+    torch.set_num_threads(2)  # every test begins with one
+    assert same_tree(one, taken(reading(Drawn())))
+    assert torch.get_num_threads() == 2
 
 
 def test_nobody_elses_generator_moves():
@@ -211,13 +201,6 @@ if __name__ == "__main__":
 """
 
 
-def runs(process: Path) -> bool:
-    try:
-        return "\nState:\tZ" not in (process / "status").read_text()
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 def test_who_loads_ends_with_a_rank_that_is_killed(start, tmp_path):
@@ -225,14 +208,11 @@ def test_who_loads_ends_with_a_rank_that_is_killed(start, tmp_path):
     asked = [sys.executable, "loads.py", start]
     with subprocess.Popen(asked, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
-        loads = [Path("/proc") / pid for pid in rank.stdout.readline().decode().split()]
+        loads = [int(pid) for pid in rank.stdout.readline().split()]
         assert len(loads) == 2
         assert all(map(runs, loads))
         rank.kill()
-    until = time.monotonic() + 20
-    while any(map(runs, loads)):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for_the_end(*loads)
 
 
 def images(root: Path) -> Any:
@@ -311,8 +291,3 @@ def test_who_needs_no_image_opens_none(tmp_path):
 )
 def test_how_many_processes_load(asked, table, cores, found):
     assert workers_of(asked, tables_of(table), cores=cores) == found
-
-
-def test_what_lies_in_memory_is_at_hand():
-    assert in_memory(reading(TensorDataset(torch.ones(3, 1), torch.ones(3))).tables["train"])
-    assert not in_memory(reading(Damaged()).tables["train"])

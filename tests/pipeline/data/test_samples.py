@@ -1,8 +1,12 @@
 """Data sets: the same batches for the same (seed, epoch), and what the digits and the text hold."""
 
+import gzip
 import hashlib
 import importlib
+import os
 import random
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,12 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 import penstock.conf
-from penstock import ConfigError
+from penstock import ConfigError, in_threads
 from penstock.pipeline.data import Description, Samples, digits
 from penstock.pipeline.data.digits import Images
+from penstock.pipeline.data.fashion_mnist import load, read_idx
 from penstock.pipeline.data.image_folder import DEVIATION, MEAN
+from penstock.pipeline.data.storage import check_shared, listing, local_copy
 
 SAMPLES = {
     name: importlib.import_module(f"penstock.pipeline.data.{name}").load
@@ -281,3 +287,169 @@ def test_an_image_that_cannot_be_decoded_is_refused_by_name(tmp_path: Path) -> N
         (root / "train" / "cats" / "1.png").write_bytes(damage)
         with pytest.raises(ConfigError, match=f"{root}/train/cats/1.png is not an image that can be read"):
             next(SAMPLES["image_folder"](root=str(root)).batches("train", batch_size=3))
+
+
+def idx(array: np.ndarray) -> bytes:
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+
+
+def write(file: Path, data: bytes, *, gzipped: bool) -> None:
+    file = file.with_name(f"{file.name}.gz") if gzipped else file
+    file.write_bytes(gzip.compress(data) if gzipped else data)
+
+
+def fashion(folder: Path, *, gzipped: bool = False) -> np.ndarray:
+    """Write a Fashion-MNIST of 6 and 4 images and return the first 6."""
+    folder.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 28, 28), dtype=np.uint8)
+    for stem, chosen in (("train", slice(0, 6)), ("t10k", slice(6, 10))):
+        write(folder / f"{stem}-images-idx3-ubyte", idx(pixels[chosen]), gzipped=gzipped)
+        labels = np.arange(10, dtype=np.uint8)[chosen]
+        write(folder / f"{stem}-labels-idx1-ubyte", idx(labels), gzipped=gzipped)
+    return pixels[:6]
+
+
+@pytest.mark.parametrize(("inside", "gzipped"), [("", False), ("FashionMNIST/raw", True)])
+def test_fashion_mnist_is_read_where_it_lies(tmp_path: Path, gzipped: bool, inside: str) -> None:
+    pixels = fashion(tmp_path / "data" / inside, gzipped=gzipped)
+    before = sorted(tmp_path.rglob("*"))
+    samples = load(root=str(tmp_path / "data"), size=28, channels=1)
+    inputs, targets = next(samples.batches("train", batch_size=6, shuffle=False))
+    assert targets.tolist() == [0, 1, 2, 3, 4, 5]
+    assert np.array_equal((inputs[:, 0] * 0.353 + 0.286).mul(255).round().byte().numpy(), pixels)
+    assert next(samples.batches("test", batch_size=4))[1].tolist() == [6, 7, 8, 9]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_folder_says_where_it_looked_and_how_to_get_the_data() -> None:
+    with pytest.raises(ConfigError, match=r"data.root=/nowhere .*/FashionMNIST/raw.*apt install.*download"):
+        load(root="/nowhere")
+
+
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
+    whole = idx(np.zeros((3, 2, 2), dtype=np.uint8))
+    file, packed = tmp_path / "train-images-idx3-ubyte", tmp_path / "t10k-images-idx3-ubyte.gz"
+    huge, other = whole[:4] + b"\xff" * 12 + whole[16:], b"\0\0\x0d" + whole[3:]
+    for damaged in (whole[:-1], whole + b"0", other, b"", huge):
+        file.write_bytes(damaged)
+        packed.write_bytes(gzip.compress(damaged))
+        for one in (file, packed):
+            with pytest.raises(ConfigError, match=one.name.split("-")[0]):
+                read_idx(one.with_suffix(""), num_dims=3)
+    file.write_bytes(whole)
+    assert read_idx(file, num_dims=3).shape == (3, 2, 2)
+
+
+def test_every_truncation_and_alteration_of_a_gzipped_file_is_read_or_refused(tmp_path: Path) -> None:
+    packed = gzip.compress(idx(np.arange(12, dtype=np.uint8).reshape(3, 2, 2)))
+    file = tmp_path / "images.gz"
+    altered = [
+        bytes([*packed[:at], packed[at] ^ 1 << bit, *packed[at + 1 :]])
+        for at in range(len(packed))
+        for bit in range(8)
+    ]
+    for data in [packed[:end] for end in range(len(packed))] + altered:
+        file.write_bytes(data)
+        try:
+            assert read_idx(file, num_dims=3).flatten().tolist() == list(range(12))
+        except ConfigError:
+            pass
+
+
+def test_labels_that_do_not_belong_to_the_images_are_refused(tmp_path: Path) -> None:
+    for labels in (np.arange(5, dtype=np.uint8), np.full(6, 10, dtype=np.uint8)):
+        folder = tmp_path / str(len(labels))
+        fashion(folder)
+        (folder / "train-labels-idx1-ubyte").write_bytes(idx(labels))
+        with pytest.raises(ConfigError, match="do not belong together"):
+            load(root=str(folder))
+
+
+def said(places: list[Path]) -> list[str]:
+    """Message of each rank whose files are at its place."""
+
+    def run(world: Any) -> str:
+        try:
+            check_shared({"root": str(places[world.rank])}, rank=world.rank, gather=world.all_gather_json)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return in_threads(run, ranks=len(places))
+
+
+@pytest.fixture
+def images(tmp_path):
+    return image_folder(tmp_path / "images")
+
+
+def test_what_rank_0_writes_all_must_read_and_nothing_stays(images, tmp_path):
+    before = listing(images)
+    assert said([images] * 3) == ["", "", ""]
+    other = tmp_path / "other"
+    other.mkdir()
+    for place in (other, tmp_path / "nowhere"):
+        told = said([images, images, place])
+        assert all("is not the same storage for all ranks: rank 2 does not find" in one for one in told)
+        assert all("data.local=PATH" in one for one in told)
+    assert listing(images) == before
+    assert not [name for name in os.listdir(images) if name.startswith(".")]
+
+
+def test_where_nobody_may_write_names_and_sizes_agree(images, tmp_path, monkeypatch):
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "touch", refused)
+    copy = Path(local_copy({"root": str(images)}, str(tmp_path / "copies"))["root"])
+    assert said([images, copy]) == ["", ""]
+    (copy / "train/dogs/3.png").write_bytes(b"more")
+    assert all("rank 1 does not find" in one for one in said([images, copy]))
+
+
+def test_a_local_copy_is_made_once_and_anew_when_the_files_change(images, tmp_path):
+    options = {"root": str(images), "size": 8}
+    local = str(tmp_path / "deep" / "local")
+    first = local_copy(options, local)
+    copy = Path(first["root"])
+    assert first["size"] == 8
+    assert (copy / "train/cats/1.png").read_bytes() == (images / "train/cats/1.png").read_bytes()
+    assert listing(copy) == listing(images)
+    made = copy.stat().st_mtime_ns
+    assert local_copy(options, local) == first
+    assert copy.stat().st_mtime_ns == made
+    (images / "train/cats/1.png").write_bytes(b"other")
+    second = Path(local_copy(options, local)["root"])
+    assert second != copy
+    assert (second / "train/cats/1.png").read_bytes() == b"other"
+    assert {name for name in os.listdir(local) if name.startswith(".")} == {".penstock_lock"}
+
+
+def test_a_file_is_copied_too_and_what_cannot_be_is_refused(images, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("penstock")
+    found = local_copy({"path": str(text)}, str(tmp_path / "local"))
+    assert Path(found["path"]).read_text() == "penstock"
+    for options in ({"size": 8}, {"root": "/nowhere"}):
+        with pytest.raises(ConfigError, match="and there is none"):
+            local_copy(options, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"data.local=.*text.txt/local: .* cannot be copied there"):
+        local_copy({"root": str(images)}, str(text / "local"))
+
+
+def test_what_is_mounted_to_be_read_only_is_read(images):
+    mounted = f"mount --bind {images} {images} && mount -o remount,bind,ro {images} && cd {images}"
+    look = f"""
+from penstock.pipeline.data.storage import check_shared
+for options in ({{"root": "{images}"}}, {{}}):
+    check_shared(options, rank=0, gather=lambda item: [item, item])
+"""
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{mounted} && exec "$0" -c "$1"', sys.executable, look],
+        capture_output=True,
+        text=True,
+    )
+    if "not permitted" in done.stderr:
+        pytest.skip("mounting needs root")
+    assert done.returncode == 0, done.stderr

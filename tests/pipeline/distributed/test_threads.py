@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from small_pipelines import profile_of
 from torch import nn
 
 import penstock
@@ -33,13 +34,9 @@ def test_threads_are_named_ranks_of_their_own_and_gone_afterwards():
         torch.set_num_threads(1)
         return world.rank, world.size, world.is_alone, thread_of(world.group)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert penstock.in_threads(work, ranks=3) == [(rank, 3, False, rank) for rank in range(3)]
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(3)  # every test begins with one
+    assert penstock.in_threads(work, ranks=3) == [(rank, 3, False, rank) for rank in range(3)]
+    assert torch.get_num_threads() == 3
     assert sorted(seen) == ["rank0", "rank1", "rank2"]
     assert ranks_left() == []
     assert penstock.in_threads(lambda world: world.all_reduce([3.0]), ranks=1) == [[3.0]]
@@ -90,23 +87,13 @@ def test_an_error_is_told_where_somebody_else_has_a_default_group(tmp_path):
         dist.destroy_process_group()
 
 
-def pipelines(models, x):
-    """Makes the pipeline of a thread, which trains the model of its rank in two stages."""
-    plan = penstock.partition(
-        penstock.measure(penstock.trace(models[0], (x[:4],), leaves=["2"]), (x[:4],), repeats=1),
-        cuts=["_1"],
-        micro_batches=2,
-        codec="raw",
-    )
-    settings = {"loss": nn.functional.mse_loss, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)}
-    return lambda world: penstock.Pipeline(models[world.rank], plan, world=world, **settings)
-
-
 def test_threads_that_share_a_model_are_refused_on_all_of_them():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Tanh(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    plan = penstock.partition(profile_of(model), stages=2)
+    settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD}
     said = r"every rank has its own copy of the model, and 0\.weight is a parameter of another thread's, too"
     with pytest.raises(penstock.PlanError, match=said):
-        penstock.in_threads(pipelines([model, model], torch.randn(8, 4)), ranks=2)
+        penstock.in_threads(lambda world: penstock.Pipeline(model, plan, world=world, **settings), ranks=2)
 
 
 def test_a_thread_that_never_comes_ends_the_others_by_the_deadline():

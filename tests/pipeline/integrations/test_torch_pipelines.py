@@ -1,5 +1,6 @@
 """Schedules of torch.distributed.pipelining whose transfers are frames: the bits of the same run without."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -75,9 +76,7 @@ def schedule_of(name, rank):
     """The schedule of this rank, and its stages' modules."""
     kind, stages_of_rank = SCHEDULES[name]
     several = len(stages_of_rank[0]) > 1
-    modules = parts() if several else [nn.Sequential(*parts()[:2]), nn.Sequential(*parts()[2:])]
-    if not several:
-        modules[0] = nn.Sequential(Both(parts()[0], parts()[1]))
+    modules = parts() if several else [Both(*parts()[:2]), nn.Sequential(*parts()[2:])]
     mine = stages_of_rank[rank]
     stages = [
         pipelining.PipelineStage(modules[i], i, len(modules), torch.device("cpu"))  # type: ignore[arg-type]
@@ -160,32 +159,22 @@ def test_a_gradient_that_somebody_reads_is_sent_whole():
     assert not _is_gated(kept)
 
 
-MISTAKES = (
-    "takes a schedule of torch.distributed.pipelining, found Linear",
-    "codec is one of",
-    "loses nothing, found bf16",
-    "stage 0 packs its transfers already",
-)
-
-
-def refused(call):
-    try:
-        call()
-    except penstock.PenstockError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def mistakes():
     schedule, *_ = schedule_of("1f1b", dist.get_rank())
-    found = [
-        refused(lambda: penstock.pack_transfers(nn.Linear(1, 1))),
-        refused(lambda: penstock.pack_transfers(schedule, "zip")),
-        refused(lambda: penstock.pack_transfers(schedule, "bf16")),
-    ]
-    penstock.pack_transfers(schedule, "raw")
-    found.append(refused(lambda: penstock.pack_transfers(schedule, "raw")))
-    return found
+    for given, codec, told in (
+        (nn.Linear(1, 1), "raw", "takes a schedule of torch.distributed.pipelining, found Linear"),
+        (schedule, "zip", "codec is one of"),
+        (schedule, "bf16", "loses nothing, found bf16"),
+        (schedule, "raw", None),
+        (schedule, "raw", r"stage \d packs its transfers already"),
+    ):
+        with pytest.raises(penstock.PenstockError, match=told) if told else contextlib.nullcontext():
+            penstock.pack_transfers(given, codec)
+
+
+@pytest.mark.ranks
+def test_mistakes_are_one_sentence(ranks):
+    ranks.run(mistakes, ranks=2)
 
 
 def without_the_other():

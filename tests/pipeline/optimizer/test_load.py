@@ -5,12 +5,14 @@ import functools
 import io
 import random
 import re
+from typing import Any
 
 import numpy
 import pytest
+import small_pipelines
 import torch
 from cases import OPTIMIZERS
-from reference import plain_loop, same_bits
+from reference import plain_loop, same_bits, same_tree
 from small_pipelines import profile_of
 from torch import nn
 from zoo import cross_entropy
@@ -99,20 +101,12 @@ def everything(pipe):
     return copy.deepcopy((pipe.state_dict(), pipe.num_steps, states))
 
 
-def same(a, b):
-    if isinstance(a, dict) and isinstance(b, dict):
-        return set(a) == set(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return same_bits(a, b)
-
-
 def refused(pipe, state, told):
     """A load is refused with this sentence, and nothing has changed."""
     before = everything(pipe)
     with pytest.raises(penstock.PlanError, match=told):
         pipe.load_state_dict(state)
-    assert same(before, everything(pipe))
+    assert same_tree(before, everything(pipe))
 
 
 GONE = object()
@@ -258,7 +252,7 @@ def test_what_an_optimizer_of_ones_own_keeps_is_checked_as_far_as_an_update_show
         )
         refused(pipe, damaged, told)
     pipe.load_state_dict(state)
-    assert same(pipe.state_dict()["optimizer"], state["optimizer"])
+    assert same_tree(pipe.state_dict()["optimizer"], state["optimizer"])
 
 
 COURSES = [("adam", "cycle"), ("sgd", "two"), ("by_name", "two"), ("by_name", None), ("Adagrad", "step")]
@@ -274,12 +268,12 @@ def test_a_training_goes_on_in_another_cut_with_the_bits_of_the_plain_loop(kind,
     first = trained(**settings, scaler=None)
     second = pipeline(cuts=("_0", "_3"), **settings, scaler=None)
     second.load_state_dict(by_file(first.state_dict()))
-    assert same(first.state_dict()["optimizer"], second.state_dict()["optimizer"])
+    assert same_tree(first.state_dict()["optimizer"], second.state_dict()["optimizer"])
     plain, pairs = model_of(), batches()
     *_, _ = plain_loop(plain, pairs, loss=cross_entropy, micro_batches=2, **settings)
     for x, y in pairs[3:]:
         second.step(x, y)
-    assert same(second.state_dict()["model"], dict(plain.state_dict()))
+    assert same_tree(second.state_dict()["model"], dict(plain.state_dict()))
     assert second.num_steps == 6
 
 
@@ -298,8 +292,8 @@ def test_a_state_shares_no_memory_with_a_pipeline():
     for x, y in batches():
         pipe.step(x, y)
         twin.step(x, y)
-    assert same(state, kept)
-    assert same(pipe.state_dict(), twin.state_dict())
+    assert same_tree(state, kept)
+    assert same_tree(pipe.state_dict(), twin.state_dict())
 
 
 def test_a_state_of_live_tensors_loads_as_it_was():
@@ -309,7 +303,7 @@ def test_a_state_of_live_tensors_loads_as_it_was():
     state["model"]["0.weight"], state["model"]["2.weight"] = live["2.weight"], live["0.weight"]
     expected = {"0.weight": live["2.weight"].detach().clone(), "2.weight": live["0.weight"].detach().clone()}
     pipe.load_state_dict(state)
-    assert same({name: live[name] for name in expected}, expected)
+    assert same_tree({name: live[name] for name in expected}, expected)
 
 
 def test_other_geometry_loads(state, other):
@@ -322,21 +316,15 @@ def test_other_geometry_loads(state, other):
     other.load_state_dict(state)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(torch.relu(self.a(x)))
-
-
 def test_a_tied_tensor_has_one_value():
-    plan = penstock.partition(profile_of(Tied(), (torch.randn(4, 6),)), cuts=["relu"], micro_batches=2)
-    pipe = penstock.Pipeline(Tied(), plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
+    model: Any = small_pipelines.model_of(
+        lambda self, x: self.b(torch.relu(self.a(x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)
+    )
+    model.b.weight = model.a.weight
+    names = list(model.state_dict())
+    pipe = small_pipelines.pipeline_of(model, cuts=["relu"])
     state = pipe.state_dict()
-    assert list(state["model"]) == list(Tied().state_dict())
+    assert list(state["model"]) == names
     pipe.load_state_dict(state)
     state["model"]["b.weight"] = state["model"]["b.weight"] + 1
     refused(pipe, state, r"b\.weight and a\.weight are one tensor of the model")
@@ -375,7 +363,7 @@ def test_ranks_refuse_together():
                 pipe.load_state_dict(given[world.rank])
             except penstock.PlanError as error:
                 told = str(error).removeprefix(f"rank {1 - world.rank}: ")
-            said.append((told, same(before, everything(pipe))))
+            said.append((told, same_tree(before, everything(pipe))))
         return said
 
     one, two = penstock.in_threads(load, ranks=2)

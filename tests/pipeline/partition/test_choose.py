@@ -1,20 +1,27 @@
-"""Tiers of a plan that leaves them open, and the meaning of a share of the memory."""
+"""Memory of a plan: open tiers, shares of the memory, and what the programs make wait on a stage."""
 
 import dataclasses
 import functools
 import itertools
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import layer_of, profile_of, profiles, value_of
+from programs import laid, most_in_flight
 
+import penstock
 from penstock import PlanError, partition
 from penstock.pipeline.partition.choose import TooSmall
 from penstock.pipeline.partition.costs import with_margin
+from penstock.pipeline.schedules import SCHEDULES
+from penstock.pipeline.schedules.building_blocks import layout
+from penstock.pipeline.schedules.replicated import endless_programs, predicted_bytes, step_programs, waiting
 from penstock.stages.plan.memory_model import copies
 from penstock.stages.profiling.network_profile import Profile, sizes_of
+from penstock.stages.weight_versions.policies import rule_named
 
 OPEN: dict[str, Any] = {"tier": "auto", "parameters_tier": "auto", "disk_rate": 1e9, "optimizer_state": 1.0}
 KIB = 1024
@@ -136,18 +143,12 @@ def test_below_the_least_feasible_it_is_refused_with_that_figure():
 
 
 def test_what_does_not_suit_the_schedule_is_no_choice():
-    options: dict[str, Any] = {
-        "stages": 2,
-        "schedule": "async_1f1b",
-        "weights": "stashed",
-        "prediction": True,
-    }
-    options["micro_batches"] = 4
-    plan = partition(net(size=200 * KIB), memory="85%", **OPEN | options)
+    options: dict[str, Any] = OPEN | {"stages": 2, "micro_batches": 4, "schedule": "async_1f1b"}
+    options |= {"weights": "stashed", "prediction": True}
+    plan = partition(net(size=200 * KIB), memory="85%", **options)
     assert {stage.parameters_tier for stage in plan.stages} == {"device"}
-    fixed: dict[str, Any] = {"parameters_tier": "disk"}
     with pytest.raises(PlanError, match="found prediction=true and parameters disk"):
-        partition(net(), memory="70%", **OPEN | options | fixed)
+        partition(net(), memory="70%", **{**options, "parameters_tier": "disk"})
 
 
 def test_the_smallest_budget_of_a_refusal_is_accepted_where_a_forward_cannot_run_again():
@@ -218,3 +219,84 @@ def test_a_stage_is_counted_as_its_own_layers_are(profile, stages, tier):
         there = copies(4, tier=tier, parameters_tier="disk", device=profile.device)
         assert stage.memory_bytes == there.of(**sizes)
         assert stage.near_bytes == sizes["near"]
+
+
+FLUSHED = [name for name in SCHEDULES if name not in ("custom", "async_1f1b")]
+ENDLESS = [("async_1f1b", "latest"), ("async_1f1b", "stashed"), ("async_1f1b", "vertical_sync")]
+ENDLESS += [("1f1b", "double_buffered")]
+
+
+def planned(schedule, *, stages, **options):
+    """The plan of a model with a layer for each stage, which saves a byte there and has no parameters."""
+    profile = profile_of([layer_of(f"l{i}", saved=1) for i in range(stages)])
+    return partition(profile, schedule=schedule, stages=stages, **options)
+
+
+@pytest.mark.parametrize("schedule", FLUSHED)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.integers(0, 2))
+def test_planned_memory_counts_what_the_plan_s_program_keeps(schedule, num_ranks, per_rank, number, extra):
+    per_rank = 2 if layout(schedule) == "vee" else per_rank
+    options = {"ranks": num_ranks, "micro_batches": number}
+    options["extra_in_flight"] = extra if schedule in ("1f1b", "zb_h1") else 0
+    plan = planned(schedule, stages=num_ranks * per_rank, **options)
+    assert plan.stages_of_rank == laid(schedule, num_ranks, per_rank)
+    programs = step_programs(plan)
+    for number_of, stage in enumerate(plan.stages):
+        (rank,) = stage.ranks
+        assert stage.memory_bytes == most_in_flight(programs[rank], [number_of])
+
+
+@pytest.mark.parametrize(("schedule", "weights"), ENDLESS)
+def test_a_stream_keeps_as_many_as_there_are_stages_to_the_end(schedule, weights):
+    """Whatever a batch has."""
+    for number, stages in product((1, 2, 3, 5, 8, 30), range(1, 6)):
+        if weights == "double_buffered" and number < stages:
+            continue
+        plan = planned(schedule, stages=stages, micro_batches=number, weights=weights)
+        assert [stage.memory_bytes for stage in plan.stages] == list(range(stages, 0, -1))
+        alone = [[stage] for stage in range(stages)]
+        programs = endless_programs(alone, schedule=schedule, micro_batches=number, more=2)
+        found = [old for _, old in waiting(programs, weights=weights, micro_batches=number)]
+        assert found == [rule_named(weights).old_versions(stage, stages) for stage in range(stages)]
+
+
+def test_the_lines_of_a_custom_schedule_say_what_waits():
+    lines = ("0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+    plan = planned("custom", stages=2, micro_batches=3, program=lines)
+    assert [stage.memory_bytes for stage in plan.stages] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "most"),
+    [
+        ("1f1b", {}, 2),
+        ("zb_h1", {}, 2),
+        ("gpipe", {}, 0),
+        ("interleaved", {"stages": 4}, 0),
+        ("async_1f1b", {}, 0),
+        ("1f1b", {"ranks": 1}, 0),
+        ("1f1b", {"micro_batches": 3}, 1),
+        ("1f1b", {"micro_batches": 1}, 0),
+        ("1f1b", {"extra_in_flight": 1}, 1),
+        ("1f1b", {"weights": "double_buffered"}, 0),
+    ],
+    ids=str,
+)
+def test_more_may_fly_where_the_schedule_takes_them(schedule, options, most):
+    plan = planned(schedule, **{"stages": 2, "ranks": 2, "micro_batches": 8} | options)
+    assert plan.most_extra_in_flight == most
+    assert plan.extra_in_flight == options.get("extra_in_flight", 0)
+
+
+@pytest.mark.parametrize(("memory", "most"), [(2000, 0), (3200, 1), (4300, 2), (10_000, 2)])
+def test_no_more_may_fly_than_memory_holds(memory, most):
+    """Each of the first stage's micro-batches saves 1000 bytes: two in flight, three, or four, and 5 %."""
+    profile = profile_of([layer_of(f"l{i}", saved=1000 if i == 0 else 0) for i in range(2)])
+    if memory < 2100:
+        with pytest.raises(penstock.PlanError, match="raise memory"):
+            partition(profile, stages=2, memory=memory)
+        memory = 2100
+    plan = partition(profile, stages=2, memory=memory)
+    assert plan.most_extra_in_flight == most
+    assert plan.stages[0].memory_bytes == 2000
+    assert predicted_bytes(plan, [2 + most, 1]) == [1000 * (2 + most), 0]

@@ -1,5 +1,10 @@
+"""Plans that are as good as brute force, ranks divided over stages, and what cannot be planned."""
+
+import dataclasses
 import itertools
-from itertools import pairwise
+import math
+import random
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -7,9 +12,13 @@ from hypothesis import strategies as st
 from profiles import MS, NET, layer_of, profile_of, profiles, value_of
 
 from penstock.compression.errors import CodecError, PlanError, ScheduleError
+from penstock.pipeline.partition import divide
+from penstock.pipeline.partition.choose import TooSmall
 from penstock.pipeline.partition.partition import partition
+from penstock.pipeline.partition.split import split
 from penstock.pipeline.schedules import SCHEDULES
-from penstock.pipeline.schedules.replicated import live_micro_batches
+from penstock.pipeline.schedules.replicated import live_micro_batches, step_programs
+from penstock.pipeline.schedules.simulate import EXCHANGE_RATE, exchange_seconds, simulate_plan
 from penstock.stages.plan.plan import Plan
 
 
@@ -37,10 +46,6 @@ def milliseconds(layers):
     return round(sum(layer.forward_seconds + layer.backward_seconds for layer in layers) / MS)
 
 
-def memory_of(layers, flights):
-    return sum(3 * layer.parameter_bytes + flights * layer.saved_bytes for layer in layers)
-
-
 def best_of(profile, all_cuts, cost):
     """Weight and cost of the cuts that the planner's words mean: of those within 5 % of the cheapest the
     lightest, then the cheapest; None where none has a cost."""
@@ -64,7 +69,10 @@ def brute_force(profile, ranks, *, flights, bytes_per_ms=None, budget=None):
 
     def cost(cuts):
         parts = parts_between(profile, cuts)
-        memories = [memory_of(part, flight) for part, flight in zip(parts, flights, strict=True)]
+        memories = [
+            sum(3 * layer.parameter_bytes + flight * layer.saved_bytes for layer in part)
+            for part, flight in zip(parts, flights, strict=True)
+        ]
         if budget is not None and 1.05 * max(memories) > budget + 1e-9:
             return None
         over = [max(crossing(profile, cut)) / bytes_per_ms for cut in cuts if bytes_per_ms is not None]
@@ -267,3 +275,132 @@ def test_what_cannot_be_planned_is_refused(options, subject):
     raw = {"codec": "raw"} if "replicas" in options else {}
     with pytest.raises((PlanError, CodecError, ScheduleError), match=subject):
         partition(NET, **raw | options)
+
+
+def by_brute_force(points, *, parts, span, edge, weight):
+    """The cuts of the definition in ``split``."""
+
+    def costs(ends):
+        return [
+            max(span(start, end, part), edge[start] if part else 0, edge[end])
+            for part, (start, end) in enumerate(itertools.pairwise(ends))
+        ]
+
+    def key(ends):
+        return sum(weight[end] for end in ends[1:]), max(costs(ends)), ends[::-1]
+
+    inner = itertools.combinations(points[1:-1], parts - 1)
+    found = [[points[0], *cuts, points[-1]] for cuts in inner]
+    smallest = min((max(costs(ends)) for ends in found), default=math.inf)
+    near = [ends for ends in found if max(costs(ends)) <= smallest * 105 // 100]
+    return min(near, key=key) if smallest < math.inf else None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_is_the_split_that_brute_force_finds(seed):
+    draw = random.Random(seed)
+    points = sorted(draw.sample(range(15), draw.randint(3, 9)))
+    sizes = [draw.choice([1, 2, 5, 20, 60]) for _ in range(15)]
+    case = {
+        "parts": draw.randint(1, 4),
+        "span": lambda start, end, part: math.inf if end - start > 11 else sum(sizes[start:end]),
+        "edge": [0, *(draw.choice([0, 3, 30, 100, math.inf]) for _ in range(14))],
+        "weight": [draw.randint(0, 9) for _ in range(15)],
+    }
+    case["edge"][points[0]] = case["edge"][points[-1]] = 0
+    assert split(points, **case) == by_brute_force(points, **case)
+
+
+FIRST_SLOW = profile_of(
+    [layer_of("a", forward=20, backward=40, size=40), layer_of("b", forward=10, backward=20, size=40)],
+    [value_of(i, [i + 1]) for i in range(-1, 2)],
+)
+
+
+def seconds_of(plan):
+    return simulate_plan(plan, step_programs(plan)).seconds
+
+
+def divided_by_brute_force(profile, ranks, stages=None, **options):
+    """The shortest step of all plans with replicas that add up to ``ranks``."""
+    found = []
+    for number in [stages] if stages else range(1, ranks + 1):
+        for counts in product(range(1, ranks + 1), repeat=number):
+            if sum(counts) == ranks:
+                try:
+                    found.append(seconds_of(partition(profile, codec="raw", replicas=counts, **options)))
+                except PlanError:
+                    continue
+    return min(found, default=None)
+
+
+@given(
+    profiles(), st.integers(1, 5), st.integers(1, 6), st.sampled_from([None, "8kbit", "1Mbit"]), st.booleans()
+)
+def test_the_division_is_the_one_that_brute_force_finds(profile, ranks, micro_batches, link, exact):
+    options = {"micro_batches": micro_batches, "link": link, "exact": exact}
+    least = divided_by_brute_force(profile, ranks, **options)
+    if least is None:
+        with pytest.raises(PlanError):
+            partition(profile, codec="raw", ranks=ranks, replicas="auto", **options)
+        return
+    plan = partition(profile, codec="raw", ranks=ranks, replicas="auto", **options)
+    assert plan.num_ranks == ranks
+    assert seconds_of(plan) == pytest.approx(least)
+
+
+def test_what_gradients_take_to_exchange_counts():
+    heavy = [dataclasses.replace(layer, num_parameters=10**8) for layer in FIRST_SLOW.layers]
+    profile = dataclasses.replace(FIRST_SLOW, layers=tuple(heavy))
+    plan = partition(profile, codec="raw", ranks=2, replicas="auto")
+    assert plan.replicas == (1, 1)
+    two = partition(FIRST_SLOW, codec="raw", replicas=[2], micro_batches=4)
+    size = 4 * two.stages[0].num_parameters
+    there_back_and_a_round, exact = 3 * size / EXCHANGE_RATE, dataclasses.replace(two, exact=True)
+    assert exchange_seconds(two, 0) == pytest.approx(there_back_and_a_round)
+    assert exchange_seconds(exact, 0) == pytest.approx(1.5 * there_back_and_a_round)
+    assert exchange_seconds(dataclasses.replace(two, link=8e3), 0) == pytest.approx(size / 1e3, rel=1e-3)
+    assert exchange_seconds(partition(FIRST_SLOW, codec="raw", stages=1), 0) == 0.0
+    one = partition(FIRST_SLOW, codec="raw", replicas=[1], micro_batches=4)
+    assert seconds_of(two) == pytest.approx(seconds_of(one) / 2 + exchange_seconds(two, 0))
+
+
+def test_ranks_stay_idle_only_where_that_is_allowed():
+    options = {"codec": "raw", "stages": 1, "micro_batches": 4, "replicas": "auto"}
+    assert partition(FIRST_SLOW, ranks=3, **options).replicas == (3,)
+    two_turns = partition(FIRST_SLOW, ranks=3, idle=True, **options)
+    assert two_turns.replicas == (2,)
+    plan = partition(FIRST_SLOW, ranks=9, idle=True, **options)
+    assert (plan.replicas, str(plan.asked)) == ((4,), "stages=1 ranks=9 replicas=auto, idle")
+    with pytest.raises(PlanError, match="ranks=9 for 1 stages and micro_batches=4"):
+        partition(FIRST_SLOW, ranks=9, **options)
+
+
+def test_walking_gives_the_slowest_stage_the_next_rank():
+    def walked(**options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(divide, "MOST", 0)
+            return partition(FIRST_SLOW, codec="raw", replicas="auto", **options)
+
+    for ranks in (2, 3, 5, 6):
+        plan = partition(FIRST_SLOW, codec="raw", cuts=["a"], ranks=ranks, replicas="auto")
+        assert walked(cuts=["a"], ranks=ranks) == plan
+    assert walked(cuts=["a"], ranks=4).replicas == (3, 1)  # and not (2, 2), which is a little shorter
+    assert walked(cuts=["a"], ranks=4, micro_batches=2).replicas == (2, 2)  # no replica without a micro-batch
+    assert walked(stages=2, ranks=30, micro_batches=40).replicas == (20, 10)
+    assert walked(stages=1, ranks=3, micro_batches=4, idle=True).replicas == (2,)
+
+
+def test_a_budget_that_nothing_fits_is_refused_with_the_least_one():
+    with pytest.raises(TooSmall) as refused:
+        partition(NET, codec="raw", ranks=2, replicas="auto", memory=100)
+    least = min(needed([2]), needed([1, 1]))
+    assert refused.value.needed == least
+    plan = partition(NET, codec="raw", ranks=2, replicas="auto", memory=least)
+    assert plan.replicas == (1, 1)  # the layers of both stages do not fit one rank
+
+
+def needed(replicas):
+    with pytest.raises(TooSmall) as refused:
+        partition(NET, codec="raw", replicas=replicas, memory=100)
+    return refused.value.needed

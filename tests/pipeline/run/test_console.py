@@ -1,16 +1,25 @@
-"""Output of a run for a person: every figure is there, in a log and on a terminal of 80 columns."""
+"""Figures of a run: lines and totals, tables for a log and a terminal, files for other tools."""
 
+import csv
+import dataclasses
 import io
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from commands import SMALL, lines, trained
 from reports import PLAN, report
 from rich.console import Console
 
-from penstock import PlanError
-from penstock.pipeline.run import console, tables
-from penstock.pipeline.run.metrics import Totals, summarise
+from penstock import ConfigError, PlanError
+from penstock.conf.schema import TrainConfig
+from penstock.pipeline.run import console, early, logs, tables
+from penstock.pipeline.run.logs import JsonLog, Loggers
+from penstock.pipeline.run.metrics import Totals, step_line, summarise
+from penstock.pipeline.runtime.report import StageReport
 
 
 def log(width: int = console.WIDTH_OF_A_LOG) -> Console:
@@ -22,16 +31,18 @@ def written(to: Console) -> list[str]:
     return to.file.getvalue().splitlines()
 
 
-def summary(**more):
+def summary_of(*reports):
     totals = Totals(num_stages=2)
-    for step in range(2):
-        totals.add(report(step))
+    for one in reports:
+        totals.add(one)
     sizes = {"a.weight": 1500, "b.weight": 6, "c.weight": 7}
     test = {"accuracy": 0.9653, "loss": 0.1234}
-    return (
-        summarise(totals, PLAN, sizes=sizes, test=test, ranks=2, threads=1, codec="raw", turns=[], flows=[])
-        | more
-    )
+    more = {"ranks": 2, "threads": 1, "codec": "raw", "turns": [], "flows": []}
+    return summarise(totals, PLAN, sizes=sizes, test=test, **more)
+
+
+def summary(**more):
+    return summary_of(report(0), report(1)) | more
 
 
 def closed(found, *, columns=110, files=()):
@@ -166,3 +177,241 @@ def test_output_that_cannot_be_written_ends_no_training_and_is_told_once(opened,
     told = capsys.readouterr().err
     assert told.count("standard output cannot be written any more") == 1
     assert told.count("\n") == 1
+
+
+def test_a_line_holds_what_the_step_did_in_both_directions():
+    assert step_line(report(3)) == {
+        "step": 3,
+        "loss": 1.5,
+        "seconds": 0.5,
+        "samples_per_second": 16.0,
+        "bytes_raw": 180,
+        "bytes_sent": 100,
+        "bubble": pytest.approx(0.4),
+        "peak_bytes": 5120,
+        "bytes_raw_forward": 100,
+        "bytes_raw_backward": 80,
+        "bytes_sent_forward": 40,
+        "bytes_sent_backward": 60,
+    }
+
+
+def test_the_file_has_a_line_a_step_as_soon_as_the_step_is_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLog(path) as metrics:
+        for step in range(3):
+            metrics.append(step_line(report(step)))
+            written = path.read_text().splitlines()
+            assert [json.loads(line)["step"] for line in written] == list(range(step + 1))
+
+
+def test_a_loss_that_is_no_number_is_null_since_json_has_no_word_for_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLog(path) as metrics:
+        metrics.append(step_line(report(loss=float("nan"))))
+    assert '"loss": null' in path.read_text()
+
+
+def test_the_summary_adds_up_the_steps():
+    summary = summary_of(report(0, loss=2.0), report(1, loss=1.0))
+    assert (summary["test_accuracy"], summary["loss"], summary["ranks"]) == (0.9653, 1.0, 2)
+    assert (summary["steps"], summary["samples"], summary["seconds"]) == (2, 16, 1.0)
+    assert summary["samples_per_second"] == 16.0
+    assert (summary["bytes_raw"], summary["bytes_sent"], summary["ratio"]) == (360, 200, 1.8)
+    first, last = summary["stages"]
+    names = ("layers", "first_layer", "last_layer", "parameters")
+    assert [first[name] for name in names] == [2, "a", "b", 1506]
+    assert (first["bytes_sent_forward"], first["ratio_forward"], first["ratio_backward"]) == (80, 2.5, None)
+    assert (last["rank"], last["bytes_raw_backward"], last["parameters"]) == (1, 160, 7)
+    assert (last["compute_seconds"], last["waiting_seconds"]) == (0.4, 0.5)
+
+
+def test_the_bubble_is_that_of_the_steps_after_the_first():
+    slow, steady = report(0, seconds=10.0), report(1, seconds=0.5)
+    alone = summary_of(slow)
+    assert [stage["bubble"] for stage in alone["stages"]] == pytest.approx([0.96, 0.98])
+    summary = summary_of(slow, steady, steady)
+    assert [stage["bubble"] for stage in summary["stages"]] == pytest.approx([0.2, 0.6])
+    assert summary["bubble"] == pytest.approx(0.4)
+
+
+def test_memory_is_what_a_stage_held_at_most():
+    stages = report().stages
+    more = dataclasses.replace(stages[0], peak_bytes=7000, live_versions=2, live_micro_batches=4)
+    first, last = summary_of(report(), dataclasses.replace(report(1), stages=(more, stages[1])))["stages"]
+    names = ("live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes")
+    assert [first[name] for name in names] == [4, 3, 2048, 7000, 9 * 1024]
+    assert [last[name] for name in names] == [1, 1, 0, 3072, 8 * 1024]
+
+
+def test_the_first_step_foretells_what_tiers_hold_and_the_later_ones_hold_it():
+    def held(step, device, host, disk, peak):
+        tiers = {"device_tier": device, "host_tier": host, "disk_tier": disk, "peak_bytes": peak}
+        more = dataclasses.replace(report().stages[0], **tiers, grew_bytes=5 * (step == 0))
+        return dataclasses.replace(report(step), stages=(more, report().stages[1]))
+
+    def rows(*reports):
+        names = ("rank", "tier", "predicted_peak_bytes", "peak_bytes")
+        return [tuple(row[name] for name in names) for row in summary_of(*reports)["tiers"]]
+
+    steps = held(0, 90, 40, 50, 9000), held(1, 70, 0, 30, 100), held(2, 80, 0, 20, 200)
+    assert rows(steps[0]) == [(0, "device", 95, 90), (0, "host", 40, 40), (0, "disk", 50, 50)]
+    assert rows(*steps[:2]) == [(0, "device", 95, 70), (0, "disk", 50, 30)]
+    assert rows(*steps) == [(0, "device", 95, 80), (0, "disk", 50, 30)]
+    assert summary_of(*steps)["stages"][0]["peak_bytes"] == 9000
+
+
+def test_stages_of_one_process_share_its_bubble_and_add_up_their_memory():
+    together = dataclasses.replace(
+        report(seconds=1.0), stages=tuple(dataclasses.replace(s, rank=0) for s in report().stages)
+    )
+    assert together.bubble == pytest.approx(0.4)
+    assert together.peak_bytes == 8192
+    assert report().peak_bytes == 5120
+    assert report(seconds=0.3).bubble == 0.0  # a clock that is read late makes none below zero
+    assert [stage["bubble"] for stage in summary_of(together)["stages"]] == pytest.approx([0.4, 0.4])
+
+
+def test_a_stage_report_travels_as_numbers():
+    for stage in report().stages:
+        assert StageReport.of(stage.numbers()) == stage
+        nothing = StageReport().numbers()
+        added = [sum(pair) for pair in zip(stage.numbers(), nothing, strict=True)]
+        assert StageReport.of(added) == stage
+    assert type(StageReport.of(StageReport(peak_bytes=5).numbers()).peak_bytes) is int
+
+
+TRAIN = [
+    sys.executable, "-m", "penstock.scripts.command", "train", "model=mlp", "data=digits", "ranks=1",
+    "stages=2", "epochs=2", "max_steps=3", "batch_size=600", "threads=1",
+]  # fmt: skip
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def opened(names: list[str], folder: Path, *, first: int = 0, told: list[str] | None = None) -> Loggers:
+    return Loggers(names, folder, first=first, options={}, tell=(told if told is not None else []).append)
+
+
+def test_a_table_has_a_line_for_each_step_and_each_test_and_a_new_run_begins_anew(tmp_path):
+    for _ in range(2):
+        with opened(["csv"], tmp_path) as log:
+            log.step(report(0, loss=2.0))
+            assert rows(tmp_path)[0]["loss"] == "2.0"  # at once, so that a killed run keeps it
+            log.test(0, {"accuracy": 0.5, "loss": float("nan")})
+            log.step(report(1, loss=float("nan")))
+    names = "step samples_per_second loss test_accuracy test_loss".split()
+    assert [[row[name] for name in names] for row in rows(tmp_path)] == [
+        ["0", "16.0", "2.0", "", ""], ["0", "", "", "0.5", "nan"], ["1", "16.0", "", "", ""],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("left", ["", "2,", '2,"', "x"])
+def test_a_run_that_goes_on_cuts_off_what_is_done_again(tmp_path, left):
+    with opened(["csv"], tmp_path) as log:
+        for step in range(4):
+            log.step(report(step))
+            log.test(step, {"accuracy": 0.5, "loss": step})
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write(left)
+    with opened(["csv"], tmp_path, first=2) as log:
+        log.test(1, {"accuracy": 0.75, "loss": 7})
+        log.step(report(2))
+    assert [(row["step"], row["test_loss"]) for row in rows(tmp_path)] == [
+        ("0", ""), ("0", "0"), ("1", ""), ("1", "7"), ("2", ""),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["open", "write", "close"])
+def test_what_fails_is_told_once_and_ends_nothing(tmp_path, when, monkeypatch):
+    class Broken:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.fail("open")
+
+        def fail(self, now: str) -> None:
+            if now == when:
+                raise OSError(28, "No space left on device")
+
+        def write(self, *_: object) -> None:
+            self.fail("write")
+
+        def close(self) -> None:
+            self.fail("close")
+
+    monkeypatch.setitem(logs.LOGGERS, "broken", Broken)  # pyright: ignore[reportArgumentType]
+    told: list[str] = []
+    with opened(["broken", "csv"], tmp_path, told=told) as log:
+        for step in range(3):
+            log.step(report(step))
+    assert told == ["logger=broken failed (No space left on device); training goes on without it"]
+    assert len(rows(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_logger_without_its_package_is_refused_by_name(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(early, "_findable", lambda module: module != name)
+    with pytest.raises(ConfigError, match=f"logger={name} needs the package {name}.*pip install {name}"):
+        early.check(TrainConfig(logger=["csv", name]))
+
+
+@pytest.mark.parametrize("logger", ["mlflow", ["csv", "mlflow"], 3, {"csv": 1}])
+def test_an_unknown_logger_is_refused_with_those_that_are_known(logger):
+    with pytest.raises(ConfigError, match="known are csv, tensorboard, wandb"):
+        TrainConfig(logger=logger)
+
+
+@pytest.mark.slow
+def test_tensorboard_and_wandb_read_what_a_run_wrote(tmp_path):
+    """By their own readers, from a run on the command line that was given all three."""
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [*TRAIN, f"hydra.run.dir={run}", "logger=[csv,tensorboard,wandb]"],
+        capture_output=True, text=True, timeout=400, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stdout
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows(run) if row["loss"]] == list(map(str, losses))
+    assert [path.name for path in run.glob("wandb/offline-run-*/*.wandb")]
+    assert not (tmp_path / "wandb").exists()
+    read = subprocess.run(
+        [sys.executable, "-c", READ, str(run)], capture_output=True, text=True, timeout=400, check=True
+    )
+    events, history, options = json.loads(read.stdout.splitlines()[-1])
+    assert events == pytest.approx(losses)
+    assert history == losses
+    assert "model" in options
+
+
+READ = """
+import glob, json, struct, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2 as pb
+
+def records(data, place=7, block=32768):  # LevelDB's log format, behind seven bytes of W&B's own
+    whole = b""
+    while place + 7 <= len(data):
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        whole += data[place + 7 : (place := place + 7 + length)]
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+        if block - place % block < 7:
+            place += block - place % block
+
+events = EventAccumulator(sys.argv[1] + "/tensorboard").Reload()
+history, options = [], []
+for data in records(open(glob.glob(sys.argv[1] + "/wandb/offline-run-*/*.wandb")[0], "rb").read()):
+    record = pb.Record.FromString(data)
+    for item in record.history.item:
+        if (item.key or item.nested_key[0]) == "loss":
+            history.append(json.loads(item.value_json))
+    options += [update.key for update in record.run.config.update]
+print(json.dumps([[one.value for one in events.Scalars("loss")], history, options]))
+"""

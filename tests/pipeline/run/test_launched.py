@@ -12,10 +12,11 @@ import threading
 import time
 from pathlib import Path
 
+import faults
 import pytest
 import torch.distributed as dist
 from commands import DEADLY, SMALL, same_model, trained
-from processes import free_port
+from processes import children, free_port
 
 import penstock
 from penstock.conf.schema import TrainConfig
@@ -36,19 +37,11 @@ SUPPORT = Path(__file__).parents[2] / "support"
 def launched(tmp_path, *options, ranks=2, name="train"):
     """Start a ``penstock`` command as a launcher does; returns exit codes and what each rank printed."""
     meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "penstock", name, *options],
-            cwd=tmp_path,
-            env=os.environ
-            | meeting
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    line, started = [sys.executable, "-m", "penstock", name, *options], []
+    for rank in map(str, range(ranks)):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(ranks)}
+        how = {"cwd": tmp_path, "env": os.environ | meeting | own, "text": True}
+        started.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how))
     try:
         printed = [process.communicate(timeout=240)[0] for process in started]
     finally:
@@ -67,14 +60,9 @@ class Machine:
         self.said = self.folder / f"said_{time.monotonic_ns()}.txt"
         agent = f"--nnodes 2 --node-rank {number} --master-addr 127.0.0.1 --master-port {port}"
         typed = f"{agent} --max-restarts {restarts} -m penstock train {options}".split()
+        how = {"cwd": self.folder, "env": os.environ | surroundings}
         with self.said.open("w") as file:
-            self.agent = subprocess.Popen(
-                [*TORCHRUN, *typed],
-                cwd=self.folder,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | surroundings,
-            )
+            self.agent = subprocess.Popen([*TORCHRUN, *typed], stdout=file, stderr=subprocess.STDOUT, **how)
 
     @property
     def text(self):
@@ -85,10 +73,7 @@ class Machine:
 
     def lose(self):
         """End the agent and its rank at once."""
-        listed = subprocess.run(
-            ["pgrep", "-P", str(self.agent.pid)], capture_output=True, text=True, check=False
-        )
-        for pid in (self.agent.pid, *map(int, listed.stdout.split())):
+        for pid in (self.agent.pid, *children(self.agent)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.agent.wait(30)
@@ -231,42 +216,15 @@ def test_a_refusal_ends_all_and_is_told_once(tmp_path, options, sentence):
     assert sentence in said
 
 
-BREAKS = """
-import os, torch
-
-
-def breaks(x):
-    if os.environ["RANK"] == "1" and len(x) == 16 and not x.is_meta:
-        raise ValueError("broken here")
-    return x
-
-
-torch.fx.wrap("breaks")
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)
-
-    def forward(self, x):
-        return self.b(breaks(torch.relu(self.a(x.flatten(1)))))
-
-
-def net(describe):
-    return Net()
-"""
-
-
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_all(tmp_path):
-    Path("own.py").write_text(BREAKS)
-    own = [option for option in JOB if not option.startswith("model")]
-    codes, printed = launched(tmp_path, *own, "+model._target_=own.net", "cuts=[relu]")
+def test_a_rank_that_fails_ends_all(tmp_path, monkeypatch):
+    Path("own.py").write_text(faults.OWN)
+    monkeypatch.setenv("FAULT", "1 forward 5 raise")
+    codes, printed = launched(tmp_path, *faults.JOB.split(), "stages=2")
     assert codes == [command.REFUSED, command.REFUSED], printed
     for text in printed:
         assert "rank 1, stage 1, forward of micro-batch" in text
-        assert "ValueError: broken here" in text
+        assert "ValueError: sky" in text
         assert "Traceback" not in text
 
 

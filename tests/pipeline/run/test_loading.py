@@ -1,16 +1,26 @@
-"""Runs whose samples are loaded ahead: the bits are those of a run that loads as it goes."""
+"""Samples of a run: the bits are those of a run that loads as it goes, every batch in its turn."""
 
+import contextlib
+import copy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from brokers import PAGE, broker_thread, state, within
 from commands import lines, refusal, summary, trained
+from hypothesis import given
+from hypothesis import strategies as st
 from loading import write_images
+from torch import nn
 
+import penstock
+from penstock.conf.schema import TrainConfig
 from penstock.pipeline.data.cache.policies import policy
+from penstock.pipeline.data.digits import load
 from penstock.pipeline.data.random_draws import order_of
+from penstock.pipeline.run.training_loop import Course, course, loader
 
 JOB = (
     "data=image_folder data.root=images data.size=8 model=mlp model.hidden=[16,12,8] batch_size=6"
@@ -65,13 +75,6 @@ def test_the_rank_in_the_middle_loads_nothing_unless_all_leave_the_same_samples_
     assert {row["left_out"] for row in plain[2]["data"] + ranks[2]["data"]} == {4}  # twice, with a test each
 
 
-def test_a_run_ends_at_a_sample_that_cannot_be_read(capfd):
-    Path("images/train/dogs/4.png").write_bytes(b"no image")
-    error = refusal(f"{JOB} ranks=1 stages=1 data.workers=1 cuts=[]".replace("seed=3", "seed=1"), capfd)
-    assert "images/train/dogs/4.png is not an image that can be read" in error
-    assert "data.skip_broken=true" in error
-
-
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_runs_side_by_side_share_a_cache_and_keep_their_bits(tmp_path):
@@ -124,3 +127,50 @@ def test_the_five_systems_in_one_run(tmp_path):
     assert {row["tier"] for row in told["tiers"]} >= {"device", "disk"}
     caches = [row["cache"] for row in told["data"] if "cache" in row]
     assert [cache["hits"] + cache["loads"] for cache in caches] == [32, 32]
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(1, 25))
+def test_it_is_the_rest_of_the_whole_course_from_every_step_on(epochs, length, tests, most):
+    steps = min(epochs * length, most)
+    options = {"epochs": epochs, "steps": steps, "steps_of_an_epoch": length, "tests": tests}
+    whole_course = Course(**options)
+    whole = list(whole_course)
+    assert list(whole_course) == whole  # it may be gone through twice
+    trained = [place for place in whole if place.split == "train"]
+    assert [place.epoch * length + place.number for place in trained] == list(range(steps))
+    tested = [place.number for place in whole if place.split == "test"]
+    assert tested == [*range(tests)] * -(-steps // length)
+    for done in range(steps + 1):
+        rest = list(Course(**options, done=done))
+        assert rest == whole[len(whole) - len(rest) :]
+        assert sum(place.split == "train" for place in rest) == steps - done
+        assert sum(place.split == "test" for place in rest) >= tests  # of the epoch that ended with it, too
+
+
+@pytest.mark.parametrize(
+    ("shares", "follows"), [([1, 1, 1], None), ([2, 1, 1], None), ([3, 1, 0], None), ([1, 1, 1], "measured")]
+)
+def test_each_replica_reads_its_own_micro_batches_where_it_knows_ahead_which(shares, follows, tmp_path):
+    samples, config = load(size=8, channels=1), TrainConfig(batch_size=40, micro_batches=4)
+    x = torch.zeros(40, 1, 8, 8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    profile = penstock.measure(penstock.trace(model, (x[:10],)), (x[:10],), repeats=1)
+    plan = penstock.partition(profile, stages=1, replicas=3, shares=shares, micro_batches=4, codec="raw")
+    models = [copy.deepcopy(model) for _ in range(3)]
+
+    def train(world):
+        sgd = {"loss": nn.functional.cross_entropy, "optimizer": torch.optim.SGD}
+        pipe = penstock.Pipeline(models[world.rank], plan, **sgd, world=world, shares=follows)
+        ahead = course(config, samples, done=0)
+        with contextlib.closing(loader(config, samples, pipe, ahead, folder=tmp_path, tell=print)) as loads:
+            batch, _ = loads.take(next(iter(ahead)))
+            return pipe.reads_tests(), batch
+
+    found = penstock.in_threads(train, ranks=3)
+    assert [tests for tests, _ in found] == [True, False, False]
+    if follows:
+        assert all(isinstance(batch, torch.Tensor) and not batch.is_meta for _, batch in found)
+        return
+    for m in range(4):
+        has = [rank for rank, (_, batch) in enumerate(found) if not batch.micro_batches[m].is_meta]
+        assert has == [plan.rank_of(0, m)]

@@ -1,21 +1,29 @@
 """Whole runs: the bits of the plain loop whatever the ranks, and a run folder that others can read."""
 
+import os
+import re
+import threading
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from commands import OWN, SMALL, lines, refusal, summary, trained
+from commands import OWN, SMALL, lines, losses, refusal, same_run, summary, trained
+from devices import Noting
+from faults import ended, started
 from omegaconf import OmegaConf
 from processes import ranks_in
 from reference import plain_loop, same_bits
 from safetensors.torch import load_file
 
 from penstock import ConfigError, Plan
+from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline import models
 from penstock.pipeline.data import digits
+from penstock.pipeline.data.samples import samples_of
 from penstock.pipeline.distributed import launcher
-from penstock.pipeline.run import planning, train, training_loop
+from penstock.pipeline.run import determinism, planning, train, training_loop
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.scripts import command
 
@@ -156,16 +164,10 @@ OWN_JOB = (
 )
 
 
-@pytest.fixture
-def own():
-    """A module of the user's own, in the folder where the command is typed."""
-    Path("own.py").write_text(OWN)
-
-
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.usefixtures("own")
 def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folder(monkeypatch):
+    Path("own.py").write_text(OWN)
     start, folder = launcher.start_ranks, RunFolder(path=Path("run"))
 
     def start_after_others_wrote(*arguments, **more):
@@ -183,8 +185,8 @@ def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folde
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("own")
 def test_a_full_disk_costs_no_weights_and_is_told_in_one_sentence(small_disk, tmp_path, monkeypatch, capfd):
+    Path("own.py").write_text(OWN)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     job = f"train {OWN_JOB} model.width=20000 max_steps=1 hydra.run.dir={small_disk}/run"
     assert command.run(job.split()) == 2  # by ranks that are truly started
@@ -197,3 +199,203 @@ def test_a_full_disk_costs_no_weights_and_is_told_in_one_sentence(small_disk, tm
     assert weights.is_relative_to(tmp_path)
     left = {path.name for path in (small_disk / "run").iterdir()}
     assert left == {"config.yaml", "plan.json", "plan.png", "metrics.jsonl", "errors"}
+
+
+CHECKED = (
+    f"{SMALL} batch_size=200 micro_batches=4 max_steps=8 optimizer.momentum=0.5 scheduler=cosine epochs=2"
+    " checkpoint.every=2 codec=zero_value"
+)
+THREADED = f"{CHECKED} replicas.threads=true"
+
+
+def test_threads_train_to_the_bits_of_one_rank_and_go_on_with_others():
+    trained(f"{CHECKED} ranks=1 stages=2 hydra.run.dir=whole")
+    trained(f"{THREADED} ranks=3 replicas.count=[2,1] replicas.exact=true schedule=gpipe hydra.run.dir=run")
+    assert [t.name for t in threading.enumerate() if t.name.startswith(("rank", "penstock"))] == []
+    assert same_run("run", "whole")
+    assert summary("run")["ranks"] == 3
+    left = {path.name for path in Path("run").iterdir()}
+    assert {"plan.json", "config.yaml", "timeline.png", "checkpoints"} <= left
+    (middle,) = Path("run/checkpoints").glob("*6")
+    trained(f"{THREADED} ranks=2 replicas.count=2 replicas.exact=true resume={middle} hydra.run.dir=second")
+    assert losses("second") == losses("whole")[6:]
+
+
+@pytest.mark.slow
+def test_an_error_in_a_thread_is_told_by_rank_and_place_and_leaves_its_traceback(tmp_path):
+    more = "ranks=2 replicas.threads=true hydra.run.dir=run"
+    code, out, error, seconds = ended(started(tmp_path, more, fault="0 update 5 raise"))
+    assert code == 2, out + error
+    found = re.fullmatch(
+        r"penstock: rank (\d), stage \1, update, step 2: ValueError: sky; its traceback is in (\S+)\n", error
+    )
+    assert found, error
+    assert Path(found[2]).name == f"rank{found[1]}.json"
+    assert "raise ValueError" in (tmp_path / found[2]).read_text()
+    assert seconds < 100
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_nan_in_the_data_is_told_by_the_rank_that_found_it_with_input_and_layer(ranks, capfd):
+    Path("own.py").write_text(OWN)
+    job = "model._target_=own.Net data._target_=own.samples data.nans=true batch_size=20 micro_batches=2"
+    options = f"cuts=[relu] threads=1 detect_anomaly=true ranks={ranks} deadline=60 hydra.run.dir=run"
+    told = refusal(f"{job} {options}", capfd)
+    assert not Path("run/model.safetensors").exists()
+    assert "rank 0, stage 0, forward of micro-batch 0, step 0: detect_anomaly=true refuses NaN" in told
+    assert "of that of layer wide, NaN first in the input inputs" in told
+
+
+OWN_DATA = """
+import random
+
+import numpy as np
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def table(rows=40, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(rows, 6, generator=source)
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long())
+
+
+def one():
+    return table()
+
+
+def loaders():
+    return DataLoader(table(), batch_size=5, shuffle=True), DataLoader(table(rows=10, seed=1))
+
+
+def mixed():  # two samples in one, as mixup does, by all the generators that people draw from
+    def mix(items):
+        weight = random.random() * torch.rand(()) * float(np.random.rand())
+        inputs, targets = torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+        return weight * inputs + (1 - weight) * inputs.flip(0), targets if weight > 0.1 else targets.flip(0)
+
+    return DataLoader(table(), batch_size=20, collate_fn=mix)
+"""
+PLAIN = (
+    "model._target_=own.Net ranks=1 stages=2 batch_size=20 micro_batches=2 epochs=1 scheduler=none"
+    " optimizer.lr=0.1 optimizer.momentum=0 optimizer.nesterov=false optimizer.weight_decay=0"
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "ranks"), [("loaders", 1), pytest.param("one", 2, marks=[pytest.mark.slow, pytest.mark.ranks])]
+)
+def test_what_people_have_trains_with_the_bits_of_the_plain_loop(target, ranks, capfd):
+    Path("own.py").write_text(OWN + OWN_DATA)
+    trained(f"{PLAIN.replace('ranks=1', f'ranks={ranks}')} data._target_=own.{target} hydra.run.dir=run")
+    out, error = capfd.readouterr()
+    assert ("test_accuracy" in summary("run")) == ("test accuracy" in out) == (target != "one")
+    assert error.count("nothing to test on") == (target == "one")
+    assert error.count("batch_size=5 gives way to batch_size=20") == (target == "loaders")
+    import own  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(0)
+    model = own.Net(2)
+    steps = plain_loop(
+        model,
+        list(samples_of(own.one(), target="own.one", batch_size=None).batches("train", batch_size=20)),
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        micro_batches=2,
+    )
+    expected = [step["loss"] for step in steps]
+    assert len(expected) == 2
+    check_bits("run", model, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_what_samples_draw_is_the_same_on_every_rank_and_for_a_run_that_goes_on():
+    """Inputs are drawn on the first rank and their targets on the last, so both must mean the same sample."""
+    Path("own.py").write_text(OWN + OWN_DATA)
+    job = f"{PLAIN.replace('epochs=1', 'epochs=4')} data._target_=own.mixed checkpoint.every=3"
+
+    trained(f"{job} hydra.run.dir=alone")
+    trained(f"{job.replace('ranks=1', 'ranks=2')} hydra.run.dir=two")
+    assert losses("two") == losses("alone")
+    trained(f"{job} hydra.run.dir=on resume=alone/checkpoints/step_00000003")
+    assert losses("on") == losses("alone")[3:]
+
+
+ONE_STEP = (
+    "model=mlp model.hidden=[8] data.size=8 max_steps=1 batch_size=8 micro_batches=2 ranks=1 stages=2 "
+    "threads=1"
+)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A process on a GPU whose settings are put back."""
+    cudnn: Any = torch.backends.cudnn
+    parts: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [part.fp32_precision for part in parts]
+    for part in parts:
+        part.fp32_precision = "tf32"
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(determinism, "place", lambda config: Noting(is_gpu=True))
+    monkeypatch.setenv(determinism.WORKSPACE, "")
+    monkeypatch.delenv(determinism.WORKSPACE)
+    yield
+    for part, precision in zip(parts, before, strict=True):
+        part.fp32_precision = precision
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, ("True", ":4096:8", "False", "ieee", "ieee")),
+        ({"tf32": True}, ("True", ":4096:8", "False", "tf32", "tf32")),
+        ({"deterministic": False}, ("False", "", "True", "tf32", "tf32")),
+    ],
+)
+def test_settings_are_made_as_asked_and_recorded(options, found, on_gpu):
+    config = PlanConfig(**options)
+    determinism.begin(config)
+    names = (
+        "deterministic_algorithms cublas_workspace cudnn_benchmark float32_of_matrix_products "
+        "float32_of_convolutions"
+    )
+    held = determinism.held(config)
+    assert tuple(held[name] for name in names.split()) == found
+    assert os.environ.get(determinism.WORKSPACE, "") == found[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("what", ["train", "plan"])
+def test_cuda_is_refused_where_there_is_none(what, capfd):
+    options = ONE_STEP if what == "train" else ONE_STEP.replace("max_steps=1 ", "")
+    said = refusal(f"{options} hydra.run.dir=cuda device=cuda", capfd, name=what)
+    assert "device=cuda needs a GPU, and torch" in said
+    assert not Path("cuda").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_auto_is_the_cpu_and_a_plan_whose_stage_says_cuda_is_refused(capfd):
+    """Settings of GPUs alone are left as they are, and the folder records the device of the run."""
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision, cudnn.benchmark
+    trained(f"{ONE_STEP} hydra.run.dir=here device=auto")
+    assert (cudnn.conv.fp32_precision, cudnn.benchmark) == before
+    settings = OmegaConf.load("here/config.yaml").settings
+    assert settings == {"device": "cpu", "deterministic_algorithms": "True"}
+    plan = Path("here/plan.json").read_text()
+    assert plan.count('"device": null') == 2
+    Path("edited.json").write_text(plan.replace('"device": null', '"device": "cuda"'))
+    options = ONE_STEP.replace("ranks=1 stages=2 ", "").replace("micro_batches=2 ", "")
+    said = refusal(f"{options} plan=edited.json", capfd)
+    assert "plan=edited.json: stage 0 of the plan: device=cuda needs a GPU" in said
+
+
+def test_a_run_gives_its_device_to_the_pipeline(on_gpu, monkeypatch):
+    device = Noting(torch.device("meta"), is_gpu=True)
+    monkeypatch.setattr(train, "place", lambda config, local=None: device)
+    monkeypatch.setattr(train, "Pipeline", lambda model, plan, **given: given)
+    monkeypatch.setattr(train, "count_updates", lambda config, samples: 1)
+    config: Any = TrainConfig(loss_scale=8.0, optimizer={"_target_": "torch.optim.SGD", "lr": 0.1})
+    made: Any = train.assemble(config, *([None] * 3))  # pyright: ignore[reportArgumentType]
+    assert made["device"] is device

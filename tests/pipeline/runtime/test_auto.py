@@ -1,17 +1,23 @@
-"""codec=auto: the choice is the best that the prices allow, and the measurement has the last word."""
+"""codec=auto chooses the best by price and by measurement; a stage runs with what its plan decided."""
 
 import dataclasses
+import functools
+import json
 import time
 import types
 from itertools import product
 from typing import Any
 
+import law
 import pytest
+import streams
 import torch
-from cases import Case, pipeline_of, pipeline_with_batches, plan_file, plan_of
+from cases import Case, pipeline_of, plan_file, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
+from law import differences
 from programs import two_ranks
+from streams import StreamCase
 from zoo import build
 
 import penstock
@@ -21,6 +27,7 @@ from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.runtime.auto_codec import (
     MASKED,
     ROUNDS,
+    START,
     TRIALS,
     Auto,
     Fixed,
@@ -150,17 +157,16 @@ def test_a_trial_tells_the_bytes_of_the_whole_tensor(dtype):
         assert min(cost[1:]) > 0
 
 
-def trained(case, plan, steps):
-    pipe, batches = pipeline_with_batches(case, plan)
-    for step in range(steps):
-        pipe.step(*batches[step % 3])
+def trained(case, steps, plan=None):
+    """A pipeline whose codecs are chosen while it trains, after some steps."""
+    pipe, _ = run_plan(plan or plan_of(case)[0], case=case, steps=steps)
     assert isinstance(pipe.policy, Auto)
     return pipe
 
 
 def test_auto_decides_in_a_training_run_and_says_so():
     case = Case(model="mlp", cuts=3, codec="auto")
-    pipe = trained(case, plan_of(case)[0], TRIALS[-1] + 1 + 3 * ROUNDS + 1)
+    pipe = trained(case, TRIALS[-1] + 1 + 3 * ROUNDS + 1)
     assert sum(turn.stayed for turn in pipe.policy.turns) == 1
     assert min(min(turn.predicted, turn.measured) for turn in pipe.policy.turns) > 0
     flows = pipe.flows()
@@ -174,14 +180,14 @@ def test_seconds_of_trials_are_those_of_packing(monkeypatch):
     for name in ("leaving", "arriving"):
         monkeypatch.setattr(Auto, name, lambda *_: time.sleep(0.02))
     case = Case(model="mlp", cuts=3, codec="auto")
-    pipe = trained(case, plan_of(case)[0], TRIALS[0] + 1)
+    pipe = trained(case, TRIALS[0] + 1)
     tried = [span for span in pipe.timeline() if span.op == "F" and span.micro_batch == 0]
     assert len(tried) == 3
     assert min(span.packing for span in tried) >= 0.02
 
 
 def decided_on_a_rank(case, plan_path):
-    policy = trained(case, penstock.Plan.load(plan_path), 13).policy
+    policy = trained(case, 13, penstock.Plan.load(plan_path)).policy
     assert isinstance(policy, Auto)
     assert policy.chosen is not None
     return sorted(policy.chosen.codecs.items()), policy.rates
@@ -267,3 +273,112 @@ def test_what_flies_changes_while_it_trains_and_no_bit_does(codec):
     assert live == [2 + extra for extra in flew]
     assert settled
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+CASE = Case(model="mlp", cuts=("_1", "_3"))  # before their ReLUs
+STREAM = StreamCase(model="mlp", cuts=3, steps=4)
+
+
+def edited(plan, path, *decisions):
+    """The plan with these decisions of its first stages, by way of its file."""
+    plan.save(path)
+    data = json.loads(path.read_text())
+    for stage, decided in zip(data["stages"], decisions, strict=False):
+        stage |= decided
+    path.write_text(json.dumps(data))
+    return penstock.Plan.load(path)
+
+
+@pytest.fixture
+def edit(tmp_path, monkeypatch):
+    """Edits every plan that the laws make."""
+
+    def to(*decisions):
+        def made(case):
+            plan, random_layers = plan_of(case)
+            return edited(plan, tmp_path / "plan.json", *decisions), random_layers
+
+        for module in (law, streams):
+            monkeypatch.setattr(module, "plan_of", made)
+
+    return to
+
+
+def run_plan(plan, *, case=CASE, steps=1):
+    """A pipeline after some steps, and behind each the codecs by value, way and stage."""
+    model, batches = build(case.model, case.dtype, steps)
+    pipe, seen = pipeline_of(case, plan, model), []
+    for x, y in batches:
+        pipe.step(x, y)
+        seen.append({(flow["value"], flow["way"], flow["source"]): flow["codec"] for flow in pipe.flows()})
+    return pipe, seen
+
+
+@functools.cache
+def names_of(case=CASE):
+    """The values that the first two stages send."""
+    _, (flows,) = run_plan(plan_of(case)[0], case=case)
+    down = {source: name for name, way, source in flows if way == "F"}
+    return down[0], down[1]
+
+
+def test_stages_with_tiers_and_codecs_of_their_own_have_the_bits_of_the_plain_loop(edit):
+    first, second = names_of()
+    edit(
+        {"tier": "packed", "codecs": {first: "exponent"}},
+        {"tier": "host", "codecs": {second: "raw"}, "gradient_codecs": {first: "byte_plane"}},
+        {"gradient_codecs": {second: "narrow"}},
+    )
+    assert differences(CASE) == []
+    assert differences(dataclasses.replace(CASE, codec="auto", steps=TRIALS[-1] + 2)) == []
+
+
+def test_stages_whose_old_weights_wait_elsewhere_equal_the_replay(edit):
+    edit({"weights_tier": "packed", "tier": "host"}, {"weights_tier": "host"}, {"tier": "packed"})
+    assert streams.differences(STREAM) == []
+
+
+def test_every_stage_keeps_what_it_saved_and_old_weights_in_its_own_tier(tmp_path, monkeypatch):
+    law.everything_leaves(monkeypatch)
+    decided = {"weights_tier": "packed"}, {"weights_tier": "host", "tier": "packed"}
+    plan = edited(plan_of(STREAM)[0], tmp_path / "plan.json", *decided)
+    model, batches = build(STREAM.model, STREAM.dtype, 1)
+    pipe = pipeline_of(dataclasses.replace(STREAM, near=0, clip_scope="stage"), plan, model)
+    pipe.step(*batches[0])
+    stages = pipe.stages.values()
+    assert [stage.saved.counts.bytes_raw > 0 for stage in stages] == [False, True, False]
+    stores = [getattr(stage.weights, "store", None) for stage in stages]
+    assert [type(store).__name__ for store in stores] == ["Store", "HostStore", "NoneType"]
+
+
+@pytest.mark.parametrize("codec", ["raw", "exponent", "int8"])
+def test_a_fixed_codec_leaves_out_what_has_its_own(tmp_path, codec):
+    first, second = names_of()
+    decided = {"codecs": {first: codec}}, {"gradient_codecs": {first: codec}}
+    _, (flows,) = run_plan(edited(plan_of(CASE)[0], tmp_path / "plan.json", *decided))
+    assert flows[first, "F", 0] == codec
+    assert flows[first, "B", 1].removeprefix(MASKED) == codec
+    assert flows[second, "F", 1] == "zero_value"
+    assert flows[second, "B", 2] == f"{MASKED}zero_value"
+
+
+def test_auto_begins_with_what_is_named_and_tries_it_there_alone(tmp_path):
+    case = dataclasses.replace(CASE, codec="auto")
+    first, second = names_of(case)
+    plan = edited(plan_of(case)[0], tmp_path / "plan.json", {"codecs": {first: "bf16"}})
+    pipe, seen = run_plan(plan, case=case, steps=TRIALS[0] + 1)
+    assert isinstance(pipe.policy, Auto)
+    assert [flows[first, "F", 0] for flows in seen] == ["bf16"] * len(seen)
+    assert seen[0][second, "F", 1] == START
+    assert seen[0][first, "B", 1] == f"{MASKED}{START}"
+    tried = {flow[:2] for flow, costs in pipe.policy.costs.items() if "bf16" in costs}
+    assert tried == {(first, "F")}
+
+
+@pytest.mark.parametrize(("decided", "what"), [("codecs", "values"), ("gradient_codecs", "gradients")])
+def test_a_codec_for_what_a_stage_does_not_pack_is_refused(tmp_path, decided, what):
+    _, second = names_of()
+    name = "nothing" if what == "values" else second  # which this stage sends down, and not up
+    plan = edited(plan_of(CASE)[0], tmp_path / "plan.json", {}, {decided: {name: "raw"}})
+    with pytest.raises(penstock.PlanError, match=f"the {what} that it packs, found {name}=raw for stage 1"):
+        run_plan(plan)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from cases import Case, pipeline_with_batches, plan_of
 from law import everything_leaves
-from reference import same_bits
+from reference import same_tree
 from sampling import is_whole
+from small_pipelines import pipeline_of
 from torch import nn
 from zoo import build
 
@@ -30,9 +31,7 @@ OTHERS += [{"parameters_tier": "disk"}, {"schedule": "zb_h1", "scheduler": True}
 
 def same(pipe, state):
     found = pipe.state_dict()
-    return found["step"] == state["step"] and all(
-        same_bits(found["model"][name], tensor) for name, tensor in state["model"].items()
-    )
+    return found["step"] == state["step"] and same_tree(found["model"], state["model"])
 
 
 def press(seconds):
@@ -91,12 +90,9 @@ class Slow(nn.Module):
 
 
 def slow_pipeline():
-    slow = Slow()
-    model, x = nn.Sequential(nn.Linear(4, 4), slow), torch.randn(4, 4)
-    graph = penstock.trace(model, (x,), leaves=["1"])
-    plan = penstock.partition(penstock.measure(graph, (x,)), stages=2, micro_batches=1)
-    optimizer = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
-    return penstock.Pipeline(model, plan, loss=lambda y, _: y.sum(), optimizer=optimizer), x
+    model, x = nn.Sequential(nn.Linear(4, 4), Slow()), torch.randn(4, 4)
+    settings = {"stages": 2, "micro_batches": 1, "loss": lambda y, _: y.sum()}
+    return pipeline_of(model, example=(x,), leaves=["1"], **settings), x
 
 
 def test_a_pipeline_is_for_one_thread_at_a_time(monkeypatch):
@@ -114,17 +110,14 @@ def test_a_pipeline_is_for_one_thread_at_a_time(monkeypatch):
     pipe.close()
 
 
-def test_a_second_interrupt_ends_it_at_once_and_nothing_goes_on():
+def test_a_second_interrupt_ends_it_at_once_and_nothing_goes_on(monkeypatch):
     pipe, x = slow_pipeline()
-    Slow.at = 20.0
+    monkeypatch.setattr(Slow, "at", 20.0)
     timers = [press(0.2), press(0.4)]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pipe.step(x, x)
-    finally:
-        Slow.at = None
-        for timer in timers:
-            timer.join()
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(x, x)
+    for timer in timers:
+        timer.join()
     for go_on in (lambda: pipe.step(x, x), pipe.state_dict, lambda: penstock.save(pipe, "there")):
         with pytest.raises(StageError, match="interrupted in the middle of an instruction does nothing more"):
             go_on()
@@ -141,7 +134,7 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_update_that_fails_halfway_is_gone_on_from_by_a_state_alone(tmp_path):
+def test_an_update_that_fails_halfway_is_gone_on_from_by_a_state_alone(tmp_path, monkeypatch):
     model, batches = build("mlp", None, 2)
     options = {"loss": nn.functional.cross_entropy, "optimizer": lambda named: Failing(named, lr=0.1)}
     plan = plan_of(CASE)[0]
@@ -149,12 +142,10 @@ def test_an_update_that_fails_halfway_is_gone_on_from_by_a_state_alone(tmp_path)
     pipe.step(*batches[0])
     penstock.save(pipe, tmp_path / "kept")
     good = pipe.state_dict()
-    Failing.fails = True
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(Failing, "fails", True)
         with pytest.raises(PenstockError, match="sky"):
             pipe.step(*batches[1])
-    finally:
-        Failing.fails = False
     told = "the update of step 1 was broken off by StageError, so weights are of two steps; load a"
     for go_on in (
         lambda: pipe.step(*batches[1]),

@@ -154,19 +154,6 @@ def test_gradients_behind_a_relu_of_a_small_model_travel_without_zeros():
     assert back == [True] * 3
 
 
-@pytest.mark.slow
-def test_gradients_behind_a_relu_travel_without_zeros():
-    seen, _ = seen_in_a_step(Case(model="resnet18", cuts=["relu", "layer1_0_bn1", "layer2_0_relu"]))
-    sent = {}
-    for message, _, num_bytes, header in seen:
-        masked = bool(header.flags & MASKED)
-        sent.setdefault((message.op.value, message.source), []).append((masked, num_bytes))
-    forward, back = sent["F", 0], sent["B", 1]
-    assert all(masked for masked, _ in back), "behind a relu"
-    assert sum(n for _, n in back) < sum(n for _, n in forward), "no bitmap"
-    assert not any(masked for masked, _ in sent["B", 2]), "between a norm and its relu in place"
-
-
 def test_a_tensor_is_packed_once_and_sent_on_in_the_same_storage():
     seen, packs = seen_in_a_step(Case(model="gated", cuts="every", micro_batches=2))
     assert len(packs) == len(set(packs))

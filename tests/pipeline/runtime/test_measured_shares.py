@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from profiles import NET
 from small_pipelines import profile_of
 from torch import nn
 
 import penstock
-from penstock.compression.errors import PlanError
 from penstock.pipeline.partition.partition import partition
-from penstock.pipeline.runtime.load_balancing import LoadBalancer, check_asked
+from penstock.pipeline.runtime.load_balancing import LoadBalancer, better, by_speed, check_asked, smoothed
 from penstock.stages.plan.plan_stage import counts_of
 
 EVEN = partition(NET, replicas=[2, 2], micro_batches=8, codec="raw")
@@ -124,5 +125,63 @@ def test_a_checkpoint_has_the_shares_and_seconds_in_its_index(tmp_path):
     ],
 )
 def test_what_means_nothing_is_refused(asked, plan, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(penstock.PlanError, match=message):
         check_asked(asked, plan)
+
+
+SECONDS = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "number", "counts"),
+    [
+        ((1, 1), 8, (4, 4)),
+        ((1, 3), 8, (6, 2)),
+        ((1, 2), 8, (5, 3)),
+        ((1, 8), 9, (8, 1)),
+        ((1, 100), 8, (7, 1)),  # or nobody would see it become faster
+        ((100, 1, 100), 3, (1, 1, 1)),
+        ((1, 1, 2), 1, (1, 0, 0)),
+        ((2, 1, 1), 8, (2, 3, 3)),
+        ((1, 1, 1), 8, (3, 3, 2)),
+    ],
+)
+def test_literals(seconds, number, counts):
+    assert by_speed(seconds, number) == counts
+
+
+@given(SECONDS, st.integers(1, 64))
+def test_all_are_dealt_nobody_who_is_faster_gets_less_and_nobody_is_far_from_what_is_due(seconds, number):
+    counts, total = by_speed(seconds, number), sum(1 / one for one in seconds)
+    assert sum(counts) == number
+    assert min(counts) >= (number >= len(seconds))
+    for mine, ours in zip(seconds, counts, strict=True):
+        for theirs, other in zip(seconds, counts, strict=True):
+            assert mine > theirs or ours >= other - (mine == theirs)
+    due = [number / one / total for one in seconds]
+    if min(due) >= 1:
+        assert all(abs(count - one) < 1 + 1e-9 for count, one in zip(counts, due, strict=True))
+
+
+def test_shares_change_only_where_the_slowest_gains_five_percent():
+    assert better((4, 4), (1.0, 1.0)) is None
+    assert better((4, 4), (1.0, 1.31)) is None  # 5 against 5.24
+    assert better((4, 4), (1.0, 1.32)) == (5, 3)  # 5 against 5.28
+    assert better((5, 3), (1.0, 1.0)) == (4, 4)
+    assert better((1, 7), (2.0, 1.0)) == (3, 5)
+
+
+@given(SECONDS.filter(lambda seconds: len(seconds) > 1), st.integers(2, 64))
+def test_what_was_taken_up_stays(seconds, number):
+    assert better(by_speed(seconds, number), seconds) is None
+
+
+def test_seconds_follow_what_lasts():
+    found = 0.0
+    for _ in range(3):
+        found = smoothed(found, 1.0)
+    assert found == 1.0
+    assert smoothed(found, 11.0) == pytest.approx(4.0)
+    for _ in range(2):
+        found = smoothed(found, 2.0)
+    assert found > 1.5

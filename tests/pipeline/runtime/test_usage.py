@@ -1,42 +1,23 @@
 """Memory that is counted, and memory that the system reports."""
 
 import mmap
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from devices import Noting
 from profiles import layer_of, profile_of
+from programs import on_paper
 
 from penstock import Pipeline, measure, partition, trace
 from penstock.pipeline.run.schedule_comparison import ASYNCHRONOUS, SYNCHRONOUS, candidate
 from penstock.pipeline.runtime.meter import STATUS, ResidentMemory, Usage, state_bytes
 from penstock.pipeline.runtime.report import StageReport
-from penstock.pipeline.schedules.instruction import Span
 from penstock.stages.device import Device
 
 MIB = 2**20
 THREE = "0F0 0F1 0F2 0B0 0B1 0B2"
-
-
-def spans(text, rank=0):
-    """Spans of these instructions, one after another: ``"0F0 0B0"``."""
-    return [
-        Span(
-            rank=rank, stage=int(word[0]), op=word[1], micro_batch=int(word[2:] or 0),
-            start=float(i), waiting=0.0, end=float(i + 1)
-        )
-        for i, word in enumerate(text.split())
-    ]  # fmt: skip
-
-
-class Still(ResidentMemory):
-    """A process that does not grow."""
-
-    def __init__(self):
-        super().__init__(model_bytes=0)
-
-    def most(self):
-        return 77
 
 
 def usage(device=None, **options):
@@ -44,7 +25,8 @@ def usage(device=None, **options):
     plan = partition(profile, cuts=["a"], ranks=2, **options)
     devices: dict[int, Device] = dict.fromkeys((0, 1), device or Device())
     tensors: dict[int, list[torch.Tensor]] = {0: [torch.zeros(100)], 1: [torch.zeros(10)]}
-    return Usage(plan, tensors, {}, resident=Still(), devices=devices, mirrors={})
+    still: Any = SimpleNamespace(begin=lambda: None, most=lambda: 77)  # a process that does not grow
+    return Usage(plan, tensors, {}, resident=still, devices=devices, mirrors={})
 
 
 def test_parameters_gradients_and_state_of_the_optimizer_count():
@@ -59,7 +41,7 @@ def test_parameters_gradients_and_state_of_the_optimizer_count():
 
 def test_a_stage_holds_what_its_micro_batches_in_flight_saved():
     reports = {0: StageReport(), 1: StageReport()}
-    filled = usage().fill(reports, spans("0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1"), rank=0)
+    filled = usage().fill(reports, on_paper("0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1").spans, rank=0)
     assert (filled[0].live_micro_batches, filled[1].live_micro_batches) == (2, 1)
     assert (filled[0].peak_bytes, filled[1].peak_bytes) == (400 + 2 * 1000, 40 + 100)
     assert filled[0].resident_bytes == 77
@@ -69,21 +51,21 @@ def test_the_allocator_of_a_device_is_asked_for_the_most_since_the_start():
     device = Noting()
     counted = usage(device)
     assert device.asked == ["reset_peak"]  # once, though both stages are there
-    filled = counted.fill({0: StageReport(), 1: StageReport()}, spans("0F0 0B0"), rank=0)
+    filled = counted.fill({0: StageReport(), 1: StageReport()}, on_paper("0F0 0B0").spans, rank=0)
     assert (filled[0].device_bytes, filled[1].device_bytes) == (7000, 7000)
-    assert usage().fill({0: StageReport()}, spans("0F0 0B0"), rank=0)[0].device_bytes == 0
+    assert usage().fill({0: StageReport()}, on_paper("0F0 0B0").spans, rank=0)[0].device_bytes == 0
 
 
 def test_what_a_gpu_sends_to_the_host_does_not_count_there():
     for name, here in (("cpu", 3 * 300), ("meta", 0)):  # any kind but the CPU
         report = StageReport(saved_raw=3000, saved_kept=900)
-        usage(Noting(torch.device(name)), tier="host").fill({0: report}, spans(THREE), rank=0)
+        usage(Noting(torch.device(name)), tier="host").fill({0: report}, on_paper(THREE).spans, rank=0)
         assert report.peak_bytes == 400 + 2000 + here
 
 
 def test_a_half_backward_lets_nothing_go_and_the_end_of_a_step_neither():
     def live(held, text):
-        return held.fill({0: StageReport()}, spans(text), rank=0)[0].live_micro_batches
+        return held.fill({0: StageReport()}, on_paper(text).spans, rank=0)[0].live_micro_batches
 
     assert live(usage(), "0F0 0I0 0F1 0W0 0I1 0W1") == 2
     held = usage()
@@ -96,7 +78,7 @@ def test_a_half_backward_lets_nothing_go_and_the_end_of_a_step_neither():
 def test_old_versions_count_and_a_store_keeps_less():
     # Of three in flight all are packed, and of two what is near is there as it is: in a small net all of it.
     report = StageReport(versions_bytes=800, saved_raw=3000, saved_kept=900)
-    usage(tier="packed").fill({0: report}, spans(THREE), rank=1)
+    usage(tier="packed").fill({0: report}, on_paper(THREE).spans, rank=1)
     assert report.peak_bytes == 400 + 800 + 2 * 1000 + 3 * 300
     assert report.rank == 1
 

@@ -1,4 +1,4 @@
-"""Devices of the stages of a process: people's choice, the plan's choice, and refusals."""
+"""Devices of the stages of a process, and a batch as micro-batches there."""
 
 import dataclasses
 import types
@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, plan_of
+from cases import Case, pipeline_of, plan_of
 from devices import Noting, Reads
 from zoo import build, cross_entropy
 
-from penstock import Pipeline, PlanError
-from penstock.compression.errors import ConfigError
+from penstock import ConfigError, Pipeline, PlanError, StageError
 from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.runtime import device_placement
 from penstock.pipeline.runtime.agreement import Agreement
@@ -196,3 +195,98 @@ def test_the_host_asks_once_for_the_loss_of_a_step():
     with Reads() as reads:
         total_loss(losses, dict.fromkeys(losses, 0.2), mean=False)
     assert reads.count == 1
+
+
+SAID = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1.00 "
+    "GiB is free. See documentation for Memory Management (https://pytorch.org)"
+)
+
+
+def full(*_):
+    raise torch.OutOfMemoryError(SAID)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_memory_that_runs_out_is_told_in_one_sentence_with_what_helps(way):
+    case = Case(model="mlp", cuts=2)
+    model, batches = build(case.model)
+    pipe = pipeline_of(case, plan_of(case)[0], model)
+    expected = pipe.step(*batches[0]).loss
+    layer, seen = model[5], []
+
+    def hook(module, args, out):
+        seen.append(1)
+        if len(seen) == 2:
+            full() if way == "forward" else out.register_hook(full)
+
+    handle = layer.register_forward_hook(hook)
+    with pytest.raises(StageError) as refused:
+        pipe.step(*batches[1])
+    told = str(refused.value)
+    assert told.startswith(f"rank 0, stage 1, {way} of micro-batch 1, step 1: a stage computes in the memory")
+    assert "CUDA out of memory, tried to allocate 2.00 GiB; raise micro_batches=" in told
+    assert "Memory Management" not in told
+    handle.remove()
+    assert pipe.step(*batches[0]).loss != expected  # the weights have moved, and it goes on
+
+
+def test_sizes_differ_by_at_most_one_and_shares_are_python_floats():
+    parts = micro_batches((torch.arange(11.0),), torch.arange(11), 3, None)
+    assert [len(part.inputs[0]) for part in parts] == [4, 4, 3]
+    assert [part.share for part in parts] == [4 / 11, 4 / 11, 3 / 11]
+    assert torch.cat([part.inputs[0] for part in parts]).tolist() == list(range(11))
+    assert torch.cat([part.targets for part in parts]).tolist() == list(range(11))
+
+
+def test_micro_batches_lie_in_fresh_aligned_memory():
+    batch = torch.randn(10, 3, 7, 7)  # views of it are misaligned
+    assert {x.data_ptr() % 64 for x in batch.tensor_split(3)} != {0}
+    parts = micro_batches((batch,), torch.zeros(10), 3, None)
+    assert {part.inputs[0].data_ptr() % 64 for part in parts} == {0}
+    kept = batch.clone()
+    for number in (3, 1):  # a layer may write to its input
+        micro_batches((batch,), torch.zeros(10), number, None)[0].inputs[0].zero_()
+    assert torch.equal(batch, kept)
+
+
+def test_channels_last_stays_channels_last():
+    batch = torch.randn(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    parts = micro_batches((batch,), torch.zeros(4), 2, None)
+    assert all(part.inputs[0].is_contiguous(memory_format=torch.channels_last) for part in parts)
+
+
+def test_targets_may_be_a_tuple_or_a_dict():
+    targets = {"label": torch.arange(4), "box": (torch.arange(8).view(4, 2), "note")}
+    parts = micro_batches((torch.zeros(4),), targets, 2, None)
+    assert parts[1].targets["label"].tolist() == [2, 3]
+    assert parts[1].targets["box"][0].tolist() == [[4, 5], [6, 7]]
+    assert parts[1].targets["box"][1] == "note"
+
+
+def test_a_constant_goes_whole_to_every_micro_batch():
+    mask = torch.eye(3)
+    parts = micro_batches((mask, torch.arange(4.0)), None, 2, None, whole=(True, False))
+    assert [part.inputs[1].tolist() for part in parts] == [[0.0, 1.0], [2.0, 3.0]]
+    assert all(torch.equal(part.inputs[0], mask) for part in parts)
+    assert parts[0].inputs[0].data_ptr() != parts[1].inputs[0].data_ptr()
+    with pytest.raises(PlanError, match=r"traced as penstock.Constant\(tensor\)"):
+        micro_batches((mask, torch.arange(4.0)), None, 2, None)
+
+
+WANTS = torch.ones(4, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "weight", "told"),
+    [
+        (torch.ones(4), torch.zeros(5), None, "same number of samples"),
+        (torch.ones(0, 3), torch.zeros(0), None, "same number of samples"),
+        (WANTS, torch.zeros(4), None, "gradients of parameters, not of a batch.*detach"),
+        (torch.ones(4), WANTS, None, "gradients of parameters, not of a batch.*detach"),
+        (torch.ones(4), torch.zeros(4), lambda targets: 0, "sum to more than zero, found 0"),
+    ],
+)
+def test_a_batch_that_cannot_be_shared_out_is_refused(inputs, targets, weight, told):
+    with pytest.raises(PlanError, match=told):
+        micro_batches((inputs,), targets, 2, weight)

@@ -1,16 +1,19 @@
 """The programs of every schedule: literals, published bubbles and counts in flight, and what is refused."""
 
+import itertools
 import re
+from itertools import product
 
 import pytest
 from programs import PER_RANK, laid, most_in_flight, on_paper
 
-from penstock.compression.errors import ScheduleError
+from penstock.compression.errors import PlanError, ScheduleError
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
-from penstock.pipeline.schedules.async_1f1b import stream
-from penstock.pipeline.schedules.custom import custom
-from penstock.pipeline.schedules.instruction import Op, parse_program, show
-from penstock.pipeline.schedules.synchronous import interleaved, one_f_one_b
+from penstock.pipeline.schedules.async_1f1b import StreamState, async_1f1b, between, stream
+from penstock.pipeline.schedules.building_blocks import placed, placement, stages_on
+from penstock.pipeline.schedules.custom import custom, show_programs
+from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program, show
+from penstock.pipeline.schedules.synchronous import interleaved, one_f_one_b, rounds
 
 ALL = [name for name in SCHEDULES if name != "custom"]
 NEIGHBOURS = ("gpipe", "1f1b", "zb_h1", "async_1f1b")
@@ -227,3 +230,128 @@ def test_what_no_schedule_of_neighbours_can_run_is_refused(name):
 def test_what_a_schedule_cannot_run_is_refused(name, stages_of_rank, micro_batches, extra, subject):
     with pytest.raises(ScheduleError, match=subject):
         SCHEDULES[name](stages_of_rank, micro_batches, extra_in_flight=extra)
+
+
+def test_stages_lie_as_neighbours_in_a_loop_or_in_a_vee():
+    assert placement("1f1b", stages=4, ranks=2) == (0, 0, 1, 1)
+    assert placement("zb_h1", stages=5, ranks=2) == (0, 0, 0, 1, 1)
+    assert placement("interleaved", stages=6, ranks=2) == (0, 1, 0, 1, 0, 1)
+    assert placement("zbv", stages=6, ranks=3) == (0, 1, 2, 2, 1, 0)
+    assert placement("dualpipev", stages=2, ranks=1) == (0, 0)
+    assert placement("async_1f1b", stages=4, ranks=2) == placement("gpipe", stages=4, ranks=2) == (0, 0, 1, 1)
+    assert stages_on((0, 1, 0, 2)) == [[0, 2], [1], [3]]
+
+
+def test_the_lines_of_a_schedule_place_its_stages_as_it_did():
+    for name, num_ranks in product((name for name in SCHEDULES if name != "custom"), range(1, 7)):
+        stages_of_rank = laid(name, num_ranks)
+        lines = show_programs(SCHEDULES[name](stages_of_rank, 3)).splitlines()
+        num_stages = sum(map(len, stages_of_rank))
+        assert placed(lines) == placement(name, stages=num_stages, ranks=num_ranks)
+
+
+def test_rounds_are_as_equal_as_can_be_and_no_shorter_than_the_ranks():
+    assert rounds(8, 4) == [4, 4]
+    assert rounds(11, 4) == [6, 5]
+    assert rounds(7, 4) == [7]
+    assert rounds(2, 4) == [2]
+    for ranks in range(1, 9):
+        for number in range(1, 40):
+            sizes = rounds(number, ranks)
+            assert sum(sizes) == number
+            assert max(sizes) - min(sizes) <= 1
+            assert min(sizes) >= min(ranks, number)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ranks", "subject"),
+    [
+        ("1f1b", 2, 3, "ranks=3 for stages=2; lower ranks"),
+        ("1f1b", 2, 0, "ranks=0"),
+        ("interleaved", 5, 2, "stages=5 for ranks=2; .* stages=6"),
+        ("zbv", 3, 3, "stages=3 for ranks=3; take stages=6"),
+        ("dualpipev", 6, 2, "stages=6 for ranks=2; take stages=4"),
+        ("custom", 2, 2, "found none; give program="),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(schedule, stages, ranks, subject):
+    with pytest.raises(PlanError, match=subject):
+        placement(schedule, stages=stages, ranks=ranks)
+
+
+def test_lines_that_place_no_pipeline_are_refused():
+    for lines, subject in (
+        (["0F0 1F0", "1B0 0B0"], "stage 1 on ranks 0 and 1"),
+        (["0F0 0B0", "2F0 2B0"], "stage 1 is in none of 2 lines"),
+        ([], "found none; give program="),
+        (["nothing to run"], "stage 0 is in none of 1 lines"),
+    ):
+        with pytest.raises(PlanError, match=subject):
+            placed(lines)
+
+
+def fed(num_stages, sizes, *, each=True):
+    return StreamState(num_stages=num_stages, each=each, ends=tuple(itertools.accumulate(sizes)))
+
+
+def test_one_update_a_batch_waits_for_all_stages():
+    two = fed(3, [3, 3], each=False)
+    assert [show(between([stage], two)) for stage in range(3)] == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0U 0F5 0B3 0B4 0B5 0U",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1U 1B3 1F5 1B4 1B5 1U",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U 2F4 2B4 2F5 2B5 2U",
+    ]
+
+
+@pytest.mark.parametrize("stages", [[[0]], [[0], [1], [2]], [[0, 1], [2, 3]]])
+def test_the_whole_is_the_schedule_of_that_name(stages):
+    now = fed(1 + stages[-1][-1], [7])
+    assert [between(own, now) for own in stages] == async_1f1b(stages, 7)
+
+
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [5], [3, 3, 3], [4, 7, 5]])
+@pytest.mark.parametrize(
+    "stages", [[[0]], [[0], [1]], [[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0], [1, 2, 3]]]
+)
+def test_slices_are_the_whole_program_and_need_nothing_of_later_ones(stages, sizes, each):
+    num_stages = 1 + stages[-1][-1]
+    ends = [0, *(2 * number for number in itertools.accumulate(sizes)), None]
+    done: set[Instruction] = set()
+    together = [[] for _ in stages]
+    for index, (start, end) in enumerate(itertools.pairwise(ends)):
+        now = fed(num_stages, sizes[: index + 1], each=each)
+        slices = [between(own, now, start=start, stop=end) for own in stages]
+        here = {instruction for program in slices for instruction in program}
+        for instruction in here:
+            assert needs(instruction, num_stages) <= done | here
+        done |= here
+        for program, part in zip(together, slices, strict=True):
+            program += part
+    everything = fed(num_stages, sizes, each=each)
+    assert together == [between(own, everything) for own in stages]
+
+
+def needs(instruction, num_stages):
+    """Instructions that must have run before, on other stages and on its own."""
+    stage, op, m = instruction.stage, instruction.op, instruction.micro_batch
+    if op is Op.F:
+        return {Instruction(stage - 1, Op.F, m)} if stage else set()
+    if op is Op.B:
+        below = {Instruction(stage + 1, Op.B, m)} if stage + 1 < num_stages else set()
+        return below | {Instruction(stage, Op.F, m)}
+    return set()
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_long_stream_forgets_the_batches_behind_it(each):
+    now, all_of_them, clock = fed(4, [], each=each), [], 0
+    for size in [4, 5, 7] * 20:
+        now = now.followed(size, clock=clock)
+        all_of_them.append(size)
+        everything = fed(4, all_of_them, each=each)
+        for stages in ([0], [1, 2], [3]):
+            expected = between(stages, everything, start=clock, stop=2 * everything.number)
+            assert between(stages, now, start=clock, stop=2 * now.number) == expected
+        assert len(now.ends) <= 3
+        clock = 2 * now.number

@@ -37,77 +37,60 @@ def topic(name: str) -> Any:
 # Whole runs.
 
 
-def check_pipeline(found: dict[str, Any]) -> None:
-    torchs, ours = found["rows"]
-    assert (torchs["side"], ours["side"], ours["codec"]) == ("torch", "penstock", "raw")
-    assert ours["bytes_sent_forward"] > torchs["bytes_sent_forward"] > 0  # headers
-    losses = found["links"][0]["first_losses"].values()
-    assert max(losses) == pytest.approx(min(losses), rel=1e-3)
-
-
-def check_schedules(found: dict[str, Any]) -> None:
-    assert [row.get("rival", "") for row in found["rows"]] == ["", "torch 1f1b", "1f1b"]
-    assert found["rows"][2]["live_versions"] == [2, 1]
-
-
-def check_codecs(found: dict[str, Any]) -> None:
-    rows = {(row["class"], row["codec"]): row for row in found["rows"]}
-    assert rows["synthetic", "raw"]["ratio"] == 1
-    assert rows["synthetic", "zero_value"]["ratio"] == pytest.approx(1.9, rel=0.1)
-    assert {row["codec"] for row in found["rows"] if row["class"] == "integers"} == {
-        "raw",
-        "zero_value",
-        "lz4",
-    }
-
-
-def check_offload(found: dict[str, Any]) -> None:
-    kept, disk = found["rows"]
-    assert (kept["contestant"], disk["contestant"]) == ("kept", "disk_parameters")
-    assert disk["bytes_written"] > 0 == kept["bytes_written"]
-
-
-def check_replicas(found: dict[str, Any]) -> None:
-    assert [row["bound"] for row in found["speeds"]] == [pytest.approx(2 / 3), 1.0]
-    assert [row["ranks"] for row in found["exact"]] == [1, 2, 2]
-
-
-def check_cache(found: dict[str, Any]) -> None:
-    lru, next_use = found["simulated"]
-    assert lru["hit_rate"] < next_use["hit_rate"]
-    assert 0.9 < next_use["of_optimum"] <= 1
-    assert set(found["hit"]["microseconds"]) == {"hit", "file in the page cache"}
+def check(name: str, found: dict[str, Any]) -> None:
+    """Hold the results of a bench at its smallest size against what they must say."""
+    match name:
+        case "pipeline":
+            torchs, ours = found["rows"]
+            assert (torchs["side"], ours["side"], ours["codec"]) == ("torch", "penstock", "raw")
+            assert ours["bytes_sent_forward"] > torchs["bytes_sent_forward"] > 0  # headers
+            losses = found["links"][0]["first_losses"].values()
+            assert max(losses) == pytest.approx(min(losses), rel=1e-3)
+        case "pipeline schedules":
+            assert [row.get("rival", "") for row in found["rows"]] == ["", "torch 1f1b", "1f1b"]
+            assert found["rows"][2]["live_versions"] == [2, 1]
+        case "codecs":
+            rows = {(row["class"], row["codec"]): row for row in found["rows"]}
+            assert rows["synthetic", "raw"]["ratio"] == 1
+            assert rows["synthetic", "zero_value"]["ratio"] == pytest.approx(1.9, rel=0.1)
+            assert {codec for kind, codec in rows if kind == "integers"} == {"raw", "zero_value", "lz4"}
+        case "offload":
+            kept, disk = found["rows"]
+            assert (kept["contestant"], disk["contestant"]) == ("kept", "disk_parameters")
+            assert disk["bytes_written"] > 0 == kept["bytes_written"]
+        case "replicas":
+            assert [row["bound"] for row in found["speeds"]] == [pytest.approx(2 / 3), 1.0]
+            assert [row["ranks"] for row in found["exact"]] == [1, 2, 2]
+        case "cache":
+            lru, next_use = found["simulated"]
+            assert lru["hit_rate"] < next_use["hit_rate"]
+            assert 0.9 < next_use["of_optimum"] <= 1
+            assert set(found["hit"]["microseconds"]) == {"hit", "file in the page cache"}
 
 
 RUNS = {
     "pipeline": (
         f"{MLP} data.num_samples=128 micro_batches=2 --links loopback --codecs raw --extra-in-flight 0 "
-        "--steps 1 --repeats 2 --warmup 1",
-        check_pipeline,
+        "--steps 1 --repeats 2 --warmup 1"
     ),
     "pipeline schedules": (
         f"{MLP} model.hidden=[16,16,16] data.num_samples=128 micro_batches=4 --links loopback --codecs raw "
-        "--schedules 1f1b,async_1f1b --steps 1 --repeats 1 --warmup 1",
-        check_schedules,
+        "--schedules 1f1b,async_1f1b --steps 1 --repeats 1 --warmup 1"
     ),
     "codecs": (
         "--classes synthetic,integers --sizes 16KiB --densities 0.5 --dtypes float32 --capture-steps 1 "
-        "--repeats 1 --codecs raw,zero_value,lz4",
-        check_codecs,
+        "--repeats 1 --codecs raw,zero_value,lz4"
     ),
     "offload": (
-        f"{MLP} --contestants disk_parameters --limits none --repeats 1 --steps 1 --speed-bytes 8MiB",
-        check_offload,
+        f"{MLP} --contestants disk_parameters --limits none --repeats 1 --steps 1 --speed-bytes 8MiB"
     ),
     "replicas": (
         f"{MLP} model.hidden=[16,16] batch_size=16 micro_batches=4 --parts speeds,exact --factors 2 "
-        "--seconds 0.1 --repeats 1 --steps 1",
-        check_replicas,
+        "--seconds 0.1 --repeats 1 --steps 1"
     ),
     "cache": (
         "--parts simulated,hit --policies lru,next_use --jobs 2 --shares 0.25 --reads same "
-        "--num-samples 40 --batch-size 10 --epochs 3 --sample-bytes 8kB --repeats 1",
-        check_cache,
+        "--num-samples 40 --batch-size 10 --epochs 3 --sample-bytes 8kB --repeats 1"
     ),
 }
 
@@ -116,9 +99,8 @@ RUNS = {
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", RUNS)
 def test_a_bench_runs_at_its_smallest_size(name: str, tmp_path: Path):
-    arguments, check = RUNS[name]
     file = BENCHES / f"{name.split()[0]}.py"
-    words = [*shlex.split(arguments), "--results", str(tmp_path / "found" / "results.json")]
+    words = [*shlex.split(RUNS[name]), "--results", str(tmp_path / "found" / "results.json")]
     command = [sys.executable, str(file), *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -127,7 +109,7 @@ def test_a_bench_runs_at_its_smallest_size(name: str, tmp_path: Path):
     assert found.keys() >= FACTS
     assert found["command"] == shlex.join(["python", f"scripts/bench/{file.name}", *words])
     assert found["versions"]["torch"] == str(torch.__version__)
-    check(found)
+    check(name, found)
 
 
 # Bad input.
@@ -142,7 +124,9 @@ REFUSED = {
 }
 
 
-def refusal(typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+@pytest.mark.parametrize("typed", REFUSED)
+def test_bad_input_is_one_sentence(typed, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     name, *words = shlex.split(typed)
     module = topic(name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
@@ -150,14 +134,7 @@ def refusal(typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         harness.main(module.options(), module.bench)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
-@pytest.mark.parametrize("typed", REFUSED)
-def test_bad_input_is_one_sentence(typed, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    line = refusal(typed, monkeypatch, capsys)
-    assert line.startswith(f"{typed.split()[0]}.py: ")
+    assert line.startswith(f"{name}.py: ")
     assert REFUSED[typed] in line
     assert not list(tmp_path.iterdir())
 
