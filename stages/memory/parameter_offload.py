@@ -419,7 +419,7 @@ class EvictableParameter:
 
 def _is_whole(item: Any) -> TypeGuard[Tensor]:
     """Return whether an optimizer keeps this for the elements of a parameter, and it is near: no count."""
-    return isinstance(item, Tensor) and item.numel() > 1
+    return isinstance(item, Tensor) and item.dim() > 0 and item.numel() > 0
 
 
 def _reorder(hooks: dict[int, Any], place: Callable[[int], bool]) -> None:

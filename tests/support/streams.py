@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from cases import OPTIMIZERS, Case, loss_of, on_ranks, pipeline_of, plan_of, scheduler_of
-from far import small_pieces
 from law import everything_leaves, resumed
 from reference import same_bits
 from replay import Replay
@@ -40,7 +39,6 @@ def differences(case, ranks=None):
             return on_ranks(ranks, rank_differences, case, Path(folder))
         everything_leaves(patch)
         patch.setattr(ownership, "LEAST_MIRRORED", 1)
-        small_pieces(patch)
         plan, random_layers = plan_of(case)
         return differences_of(case, plan, random_layers, folder)
 
@@ -124,5 +122,4 @@ def rank_differences(case, plan_path, random_layers):
     folder = Path(plan_path).parent / "checkpoint"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ownership, "LEAST_MIRRORED", 1)
-        small_pieces(patch)
         return differences_of(case, penstock.Plan.load(plan_path), random_layers, folder)
