@@ -20,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._pytree import tree_flatten
 
 from ...compression.errors import PlanError
+from ...stages.device import is_gpu
 from ...stages.tracing.verify import same_bits
 from .optimizers import Make, Named, make_optimizer, random_kept, settings_of
 
@@ -39,12 +40,12 @@ BY_ELEMENT = SEPARABLE - {torch.optim.Adafactor, torch.optim.Muon}
 
 def updates_by_element(optimizer: Optimizer) -> bool:
     """True if pieces of its parameters are updated with the bits of the whole: fused kernels round the last
-    elements of a tensor otherwise, as do all with 16 bits."""
+    elements of a tensor otherwise, as do all with 16 bits; nobody tried those of a GPU."""
     groups = optimizer.param_groups
     kernels = any(group.get(name) for group in groups for name in ("fused", "capturable", "differentiable"))
-    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-    is_plain = dtypes <= {torch.float32, torch.float64} and is_separable(optimizer)
-    return type(optimizer) in BY_ELEMENT and is_plain and not kernels
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    is_plain = all(p.dtype in (torch.float32, torch.float64) and not is_gpu(p.device) for p in parameters)
+    return type(optimizer) in BY_ELEMENT and is_separable(optimizer) and is_plain and not kernels
 
 
 def seems_by_element(optimizer: Make) -> bool:
