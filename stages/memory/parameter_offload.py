@@ -568,7 +568,7 @@ class OffloadedParameters:
         wanted = [self._all[id(parameter)] for turn in turns for parameter in self.turns[turn]]
         self._soon = [one for one in wanted if whole or len(one.memory.places) == 1]
         for one in before:
-            if one.turn not in turns:
+            if one not in self._soon:
                 one.forget_prefetched()
         for one in self._soon:
             one.fetch(gradient=not self._walks)
