@@ -96,6 +96,8 @@ class CacheConfig:
         job: the name of the run in penstock cache status; null: that of its folder
         data: name of the samples, for jobs that share them; null: files by their paths, others with nobody
         decoded: keep whole samples of data that do not tell how they read and decode one
+        share: the part of a cache with policy=gain that counts as this job's, like 0.25; null: what others
+            leave, in equal parts
     """
 
     mode: str = "none"
@@ -104,9 +106,16 @@ class CacheConfig:
     job: str | None = None
     data: str | None = None
     decoded: bool = False
+    share: float | None = None
 
     def __post_init__(self) -> None:
         one_of(("none", "shared"), "cache", self.mode)
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ConfigError(f"cache.share={self.share} must be above 0 and up to 1, the whole cache")
+        if self.share is not None and self.backend is not None:
+            raise ConfigError(
+                "cache.share= is for the broker of this machine, found with cache.backend=; leave one out"
+            )
         if self.backend is not None and not self.backend.startswith(("redis://", "rediss://", "unix://")):
             raise ConfigError(
                 f"cache.backend={self.backend} is the address of a Redis server, redis://HOST:PORT/DB; leave "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..compression.errors import ConfigError
 from ..pipeline.data.cache.wire import PAGE_BYTES, default_socket
 from ..stages.files import reason
-from ..stages.units import parse_bytes, show_bytes
+from ..stages.units import is_zero, parse_bytes, parse_duration, show_bytes
 from .command_line import asks_for_help, nearest
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ serve keeps samples in memory for all training jobs of this user that run with c
   capacity=4GiB           memory for samples, all jobs together
   policy=next_use         which samples stay: next_use, gain or lru
   page=16KiB              a sample takes whole pages of this size; smaller ones suit small samples
+  keep=10min              how long samples stay when no job reads them any more (next_use and lru); 0: not
+  last_gain=1             of the job with the longest epoch (gain): 0: it gets space from its neighbour alone
 
 status shows the jobs: progress, hit rate, memory, predicted end.
   live=false              true: show it anew every second, until Ctrl-C
@@ -65,7 +67,8 @@ def serve(options: Mapping[str, str]) -> int:
     from ..pipeline.data.cache.policies import policy as new_policy
     from ..pipeline.run import console
 
-    policy = new_policy(options["policy"], capacity)
+    keep = None if options["policy"] == "gain" and not options["keep"] else _keep(options["keep"] or "10min")
+    policy = new_policy(options["policy"], capacity, keep=keep, last_gain=_last_gain(options["last_gain"]))
     with serving(path, policy, page_bytes=page, tell=console.warn):
         print(
             f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",
@@ -154,7 +157,17 @@ def view(state: Mapping[str, Any]) -> RenderableType:
 
 SOCKET = {"socket": ""}
 COMMANDS: dict[str, tuple[dict[str, str], Callable[[Mapping[str, str]], int]]] = {
-    "serve": ({"capacity": "4GiB", "policy": "next_use", "page": str(PAGE_BYTES), **SOCKET}, serve),
+    "serve": (
+        {
+            "capacity": "4GiB",
+            "policy": "next_use",
+            "page": str(PAGE_BYTES),
+            "keep": "",
+            "last_gain": "",
+            **SOCKET,
+        },
+        serve,
+    ),
     "status": ({"live": "false", **SOCKET}, status),
 }
 
@@ -182,6 +195,16 @@ def _page(value: str) -> int:
             f"page={value} does not fit: a page has {show_bytes(PAGES[0])} to {show_bytes(PAGES[1])}"
         )
     return page
+
+
+def _keep(value: str) -> float:
+    return 0.0 if is_zero(value) else parse_duration(value, name="keep")
+
+
+def _last_gain(value: str) -> int | None:
+    if value and not (value.isdecimal() and len(value) < 10):
+        raise ConfigError(f"last_gain={value} is no number of slots; write 0, 1, 2 ...")
+    return int(value) if value else None
 
 
 def _socket(options: Mapping[str, str]) -> Path:

@@ -15,6 +15,7 @@ _BYTES = {"": 1, "B": 1}
 _BYTES |= {f"{letter}B": factor for letter, factor in _DECIMAL.items()}
 _BYTES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 _BITS = {"": 1, "bit": 1} | {f"{letter}bit": factor for letter, factor in _DECIMAL.items()}
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600}
 _WRITTEN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)")
 
 
@@ -51,6 +52,14 @@ def parse_rate(value: float | str, *, name: str = "link") -> float:
         raise PlanError(
             f"{name}={value} is not a rate in bits per second; write it like 1Gbit, 100Mbit or 1000000000"
         )
+    return float(number)
+
+
+def parse_duration(value: float | str, *, name: str) -> float:
+    """Seconds in ``"10min"``, ``"30s"``, ``"2h"`` or a plain number; else PlanError naming it."""
+    number = _parse(value, _SECONDS)
+    if number is None or number <= 0:
+        raise PlanError(f"{name}={value} is not a time; write it like 30s, 10min or 2h")
     return float(number)
 
 

@@ -300,6 +300,7 @@ def cache_reader(
     data: str | None = None,
     socket: str | Path | None = None,
     backend: str | None = None,
+    share: float | None = None,
 ) -> CacheReader:
     """Return the reader of a run.
 
@@ -309,6 +310,7 @@ def cache_reader(
         data: Name of the bytes, where they are not those of files that are told by their paths.
         socket: The broker's; None: that of the user.
         backend: ``redis://HOST:PORT/DB``, in the place of a broker of this machine.
+        share: The part of the broker's cache that counts as this run's; None: an equal one.
     """
     run = run or uuid.uuid4().hex
     data = data or source.data or f"{job} {run}"
@@ -318,7 +320,7 @@ def cache_reader(
         return CacheReader(source, lambda tell: RedisClient(backend, data=data, tell=tell))
     path = Path(socket) if socket else default_socket(os.environ.get("XDG_RUNTIME_DIR"))
     counts = {"num_samples": num_samples, "batch_size": batch_size, "epochs": epochs or ENDLESS}
-    hello = Hello(job=job, run=run, data=data, **counts)
+    hello = Hello(job=job, run=run, data=data, share=share, **counts)
     return CacheReader(source, lambda tell: Client(path, hello, tell=tell))
 
 

@@ -337,6 +337,7 @@ def share(
         data=options.data,
         socket=options.socket,
         backend=options.backend,
+        share=options.share,
         num_samples=samples.num_samples("train"),
         batch_size=config.batch_size,
         epochs=config.epochs,

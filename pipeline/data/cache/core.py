@@ -165,7 +165,8 @@ class Run:
     def job(self) -> Job:
         """Policy's view of the run."""
         counts = {"num_samples": self.hello.num_samples, "batch_size": self.hello.batch_size}
-        return Job(name=self.name, data=f"data:{self.hello.data}", times=self.times, **counts)
+        data, share = f"data:{self.hello.data}", self.hello.share
+        return Job(name=self.name, data=data, times=self.times, share=share, **counts)
 
     def places(self, index: int) -> tuple[Entry, Entry]:
         """Entries that a sample of it may have: with its data, or with the run alone."""
@@ -251,7 +252,8 @@ class Core:
         """Add a connection of a run.
 
         Raises: NotWelcome: its run is known otherwise, its data has another number of samples, or so many
-        that the orders of all runs would take more memory than such a cache is worth."""
+        that the orders of all runs would take more memory than such a cache is worth; it has a share where
+        the policy counts none, or where others leave too little."""
         run = self.runs.get((hello.job, hello.run))
         if run is None:
             for other in self.runs.values():
@@ -266,6 +268,8 @@ class Core:
                     f"this cache keeps orders of {self.most_samples:,} samples, and job {hello.job} has "
                     f"{hello.num_samples:,}, with {room:,} left; serve a larger capacity="
                 )
+            if hello.share is not None:
+                self._check_share(hello.share)
             run = self.runs[hello.job, hello.run] = Run(hello)
             self.policy.join(run.job, now)
         elif hello != run.hello:
@@ -273,6 +277,15 @@ class Core:
         member = Member(run)
         run.members.add(member)
         return member
+
+    def _check_share(self, share: float) -> None:
+        if not self.policy.takes_shares:
+            raise NotWelcome("cache.share= is for a cache with policy=gain, found another; leave it out")
+        left = 1 - sum(run.hello.share or 0.0 for run in self.runs.values())
+        if share > left + 1e-9:
+            raise NotWelcome(
+                f"the shares of all jobs sum to 1 at most, found cache.share={share:g} with {left:.2g} left"
+            )
 
     def leave(self, member: Member, now: float) -> None:
         """Remove a connection, however it ended; with its last one the run."""

@@ -2,8 +2,8 @@
 
 Source: docs/sources.md, system D; the comments name its steps. Our reading of what is not legible there:
 
-- the pool's first size (S31) is the sum of what the jobs hold, so all of the capacity; M_i is the capacity by
-  the number of jobs, in bytes, and in slots (S21) by the mean size of the job's samples;
+- the pool's first size (S31) is the sum of what the jobs hold, so all of the capacity; M_i is the job's
+  ``share``, else an equal part of what the shares leave, in slots (S21) by the mean size of its samples;
 - the gain (S13): k_i = max(1, T_last / T_i), rounded. The sentence ends in "(illegible) = 0"; ``last_gain=0``
   reads it as the gain of the slowest job, which then asks its neighbour only;
 - E_i (S22): see ``cached_per_batch``;
@@ -126,6 +126,8 @@ class Space:
 class Gain:
     """See the module; ``last_gain``: the gain of the slowest job, None as of the others."""
 
+    takes_shares = True
+
     def __init__(self, capacity: int, *, last_gain: int | None = None, seed: int = 0) -> None:
         self.capacity, self.pool = capacity, capacity  # S31: all is idle
         self._last_gain, self._drawn = last_gain, random.Random(seed)
@@ -157,6 +159,13 @@ class Gain:
         self._list = [self.spaces[name] for name in found]
         for space in self._list:
             space.gain, space.desired = found[space.job.name], cached_per_batch(space.job)  # S13, S22
+
+    def _part(self, job: Job) -> float:
+        """M_i in bytes."""
+        shares = [space.job.share for space in self.spaces.values()]
+        given = [share for share in shares if share is not None]
+        rest = max(0.0, 1 - sum(given)) / (len(shares) - len(given) or 1)
+        return self.capacity * (rest if job.share is None else job.share)
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
@@ -214,8 +223,8 @@ class Gain:
                 return None
             self.pool -= lent  # S35: takes min(pool, k_i) slots; a request that fails takes none
             space.idle += lent
-        elif not space.desired or count >= space.due(self.capacity / len(self.spaces)):
-            return None  # S36: the batch has what it is due
+        elif not space.desired or count >= space.due(self._part(space.job)):
+            return None  # S36: the batch has what it is due by M_i
         else:  # S37: the job before this one in the list gives what is lacking, if it can
             at, lacking = self._list.index(space), num_bytes - space.idle
             giver = self._list[at - 1]

@@ -8,10 +8,14 @@ soonest among the jobs that read the data.
 There is a heap for each job, keyed by position. Positions do not change while a job goes on, faster or slower
 than predicted, so the samples of a job keep their order, and only the last of each job are compared by time.
 Where several jobs read a sample, another may come to use it first; that is checked when the sample is the
-last."""
+last.
+
+What no job will use is kept for a job that may come, after all that a job will use, until ``keep`` seconds
+after the last job that reads the data has left. Time is looked at when an epoch begins or a job leaves."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -32,6 +36,26 @@ class Reader(JobProgress):
         self.heap: list[tuple[int, int]] = []
         self.sharers: list[Reader] = []
 
+    def next_use(self, index: int) -> int:
+        # What is kept may be of a job that had more samples.
+        return super().next_use(index) if index < self.job.num_samples else NEVER
+
+
+class Expected(Reader):
+    """A job that may come, which uses each cached sample of some data after all other uses.
+
+    Attributes: until: the time at which it is expected no more; None: a job reads the data."""
+
+    def __init__(self, data: str) -> None:
+        super().__init__(Job(name=f"expected {data}", data=data, num_samples=0, batch_size=1))
+        self.until: float | None = None
+
+    def next_use(self, index: int) -> int:
+        return index
+
+    def time_of(self, position: int, now: float, default_pace: float) -> float:
+        return math.inf
+
 
 class Use(NamedTuple):
     """Predicted next use of a sample, which has so many bytes."""
@@ -44,15 +68,18 @@ class Use(NamedTuple):
 class NextUse:
     """See the module; ``uses`` has the entries that are cached."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.num_bytes = capacity, 0
+    takes_shares = False
+
+    def __init__(self, capacity: int, *, keep: float = 0.0) -> None:
+        self.capacity, self.num_bytes, self._keep = capacity, 0, keep
         self.uses: dict[Entry, Use] = {}
         self._readers: dict[str, Reader] = {}
+        self._expected: dict[str, Expected] = {}  # by data
         self._pace = 1.0  # seconds of a sample, for jobs without a pace
 
     @property
     def held(self) -> Mapping[str, int]:
-        """See ``Policy``: bytes by the job that is to use them next."""
+        """See ``Policy``: bytes by the job that is to use them next, or is expected."""
         held: dict[str, int] = {}
         for use in self.uses.values():
             if use.num_bytes:
@@ -64,23 +91,49 @@ class NextUse:
             self._readers[job.name].update(job)
         else:
             self._readers[job.name] = Reader(job)
+            expected = self._expected.get(job.data)
+            if expected is not None and expected.until is not None and now <= expected.until:
+                expected.until = None
         self._regroup()
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
-        """See ``Policy``: what others use stays for them."""
-        reader = self._readers.pop(name, None)
-        if reader is None:
-            return ()
+        """See ``Policy``: what others use, or may use, stays for them."""
+        gone = self._expire(now)
+        if name not in self._readers:
+            return gone
+        reader = self._remove(name)
+        expected = self._expected.get(reader.job.data)
+        if expected is not None and reader.sharers == [expected]:
+            expected.until = now + self._keep
+        return gone + self._predict_all(reader, now)
+
+    def _remove(self, name: str) -> Reader:
+        reader = self._readers.pop(name)
         self._regroup()
         reader.sharers.remove(reader)
-        return self._predict_all(reader, now)
+        return reader
+
+    def _expire(self, now: float) -> tuple[Entry, ...]:
+        """Evict what was kept for jobs that did not come."""
+        gone: tuple[Entry, ...] = ()
+        for data, expected in list(self._expected.items()):
+            if expected.until is not None and expected.until < now:
+                del self._expected[data]
+                gone += self._predict_all(self._remove(expected.job.name), now)
+        return gone
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
     ) -> tuple[Entry, ...]:
         """See ``Policy``: cached samples keep their positions, unless the epoch is not the announced one."""
-        reader = self._readers[name]
-        evicted = () if reader.begin(order, following, now) else self._predict_all(reader, now)
+        reader, evicted = self._readers[name], self._expire(now)
+        data = reader.job.data
+        if self._keep and data not in self._expected:
+            expected = self._expected[data] = Expected(data)
+            self._readers[expected.job.name] = expected
+            self._regroup()
+        if not reader.begin(order, following, now):
+            evicted += self._predict_all(reader, now)
         self._regroup()
         return evicted
 

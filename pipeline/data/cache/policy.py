@@ -46,6 +46,7 @@ class Job:
     Attributes:
         data: Jobs that name the same data read the same samples under the same indices.
         times: None until the warm-up epoch is over.
+        share: M_i, the part of the cache that is this job's; None: what the others leave, in equal parts.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Job:
     num_samples: int
     batch_size: int
     times: Times | None = None
+    share: float | None = None
 
 
 class Decision(NamedTuple):
@@ -69,10 +71,11 @@ class Policy(Protocol):
     """Choice of the samples that stay in ``capacity`` bytes; the caller keeps the bytes themselves."""
 
     capacity: int
+    takes_shares: bool  # whether the share of a job counts
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Bytes by the job that they are kept for; jobs without any are not named."""
+        """Bytes by the job that they are kept for, also an expected one; jobs without any are not named."""
         ...
 
     def join(self, job: Job, now: float) -> None:
@@ -80,7 +83,7 @@ class Policy(Protocol):
         ...
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
-        """Remove a job, if there is one of the name. Returns: evicted entries."""
+        """Remove a job, if there is one of the name. Returns: evicted entries, other jobs' too."""
         ...
 
     def begin(

@@ -67,6 +67,7 @@ class Hello:
         run: Tells two runs of one name apart.
         data: Data set, and how it was read and decoded: the same name gets the same bytes.
         epochs: Number of epochs there will be.
+        share: Part of the cache that is the job's; None: what others leave, in equal parts.
     """
 
     job: str
@@ -75,6 +76,7 @@ class Hello:
     num_samples: int
     batch_size: int
     epochs: int
+    share: float | None = None
 
     def __post_init__(self) -> None:
         for name in (self.job, self.run, self.data):
@@ -85,6 +87,8 @@ class Hello:
         counts = (self.batch_size, self.epochs)
         if min(counts) < 1 or max(counts) > NOWHERE:
             raise TransportError(f"batch_size and epochs are 1 to {NOWHERE}")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise TransportError(f"a share is above 0 and up to 1, found {self.share}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,10 +44,13 @@ def test_the_bits_do_not_hang_on_who_loads_nor_on_the_sample_cache(tmp_path, cap
     ahead = train("ahead", "ranks=1 stages=2 data.workers=2")
     assert "waited for samples: " in capfd.readouterr().out
     path = tmp_path / "s" / "cache.sock"
-    with broker_thread(path, policy("next_use", 12 * PAGE)):
-        shared = train("shared", f"ranks=1 stages=2 data.workers=2 cache=shared cache.socket={path}")
+    with broker_thread(path, policy("next_use", 12 * PAGE, keep=600)):
+        through = f"ranks=1 stages=2 data.workers=2 cache=shared cache.socket={path}"
+        shared = train("shared", through)
         assert not state(path)["jobs"]  # it has left
-    assert plain[:2] == ahead[:2] == shared[:2]
+        again = train("again", through)
+    assert plain[:2] == ahead[:2] == shared[:2] == again[:2]
+    assert again[2]["data"][0]["cache"]["hits"] > shared[2]["data"][0]["cache"]["hits"]  # kept in between
     assert ahead[2]["test_loss"] == plain[2]["test_loss"]
     assert [run[2]["data"][0]["workers"] for run in (plain, ahead)] == [0, 2]
     cache = shared[2]["data"][0]["cache"]
@@ -104,6 +107,7 @@ def test_what_cannot_be_cached_is_refused_and_what_lies_in_memory_told(capfd):
     assert "these samples lie in memory" in capfd.readouterr().out
     assert "cache=redis is not known" in refusal(f"{job} cache=redis", capfd)
     assert "cache.backend=foo://x is" in refusal(f"{job} cache=shared cache.backend=foo://x", capfd)
+    assert "cache.share=25.0 must be" in refusal(f"{job} cache=shared cache.share=25", capfd)
 
 
 @pytest.mark.ranks

@@ -1,5 +1,6 @@
 """The broker without sockets: its decisions, and the laws of random interleavings, held against a model."""
 
+import functools
 import random
 from array import array
 from collections import Counter, defaultdict
@@ -16,8 +17,9 @@ from small_policies import Watched, watched_lru
 from penstock.compression.errors import TransportError
 from penstock.pipeline.data.cache.core import Core, NotWelcome, Pages
 from penstock.pipeline.data.cache.gain import Gain
-from penstock.pipeline.data.cache.next_use import NextUse
+from penstock.pipeline.data.cache.next_use import Expected, NextUse
 from penstock.pipeline.data.cache.policies import POLICIES, Lru
+from penstock.pipeline.data.cache.policies import policy as new_policy
 from penstock.pipeline.data.cache.policy import Job, Times
 from penstock.pipeline.data.cache.wire import pages_of, pieces
 
@@ -83,6 +85,14 @@ def test_connections_that_contradict_each_other_are_refused():
             core.join(replace(hello(num_samples=8), **changed), 0.0)
     with pytest.raises(NotWelcome, match="data d has 8 samples for job a and 9 for job b"):
         core.join(hello("b", num_samples=9), 0.0)
+    with pytest.raises(NotWelcome, match=r"cache\.share= is for a cache with policy=gain, found another"):
+        core.join(replace(hello("b", num_samples=8), share=0.5), 0.0)
+    shared: Any = Core(Watched(Gain(100)), Pages(10, 10))
+    for job in "ab":
+        shared.join(replace(hello(job), share=0.4), 0.0)
+    with pytest.raises(NotWelcome, match=r"1 at most, found cache\.share=0\.3 with 0\.2 left"):
+        shared.join(replace(hello("c"), share=0.3), 0.0)
+    shared.join(replace(hello("c"), share=0.2), 0.0)
 
 
 def test_what_makes_room_for_another_sample_of_the_same_offer_is_not_accepted():
@@ -326,7 +336,7 @@ def laws_of(policy, entries, jobs):
     if isinstance(policy, NextUse):
         assert entries.keys() == policy.uses.keys()
         for entry, use in policy.uses.items():  # nothing stays that nobody will use
-            assert use.reader.job.name in jobs
+            assert use.reader.job.name in jobs or isinstance(use.reader, Expected)
             assert use.reader.next_use(entry[1]) >= 0
 
 
@@ -339,7 +349,9 @@ REQUEST = st.tuples(
 )
 
 
-EACH_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+EACH = {name: functools.partial(new_policy, name) for name in POLICIES}
+EACH |= {f"{name}, keeps": functools.partial(new_policy, name, keep=9.0) for name in ("next_use", "lru")}
+EACH_POLICY = pytest.mark.parametrize("policy", EACH.values(), ids=EACH)
 
 
 def run(policy, requests, num_pages=12):
@@ -351,6 +363,9 @@ def run(policy, requests, num_pages=12):
     for member in list(world.members):
         world.leave(member, 0, 0)
     world.hold()
+    world.now += 10.0  # what is kept for a job to come is gone when somebody looks after that time
+    world.do("join", 0, 0, 0)
+    world.leave(world.members[0], 0, 0)
     assert world.core.pages.entries == world.core.policy.jobs == {}
     assert not world.core.pages.given_up
     return world

@@ -171,6 +171,18 @@ def test_s36_without_a_slot_a_batch_gets_what_it_is_due_at_most():
     assert state(policy, "b") == (0, 0, {2: 1, 3: 1})
 
 
+def test_s11_a_share_is_the_part_of_a_job_and_the_others_have_the_rest():
+    a, b, c = (job(name, epoch=1.0) for name in "abc")
+    kept, policy = gain(8, replace(a, share=0.5), b, c)
+    assert [policy._part(space.job) for space in policy.spaces.values()] == [40.0, 20.0, 20.0]
+    kept.leave("c", 0.0)
+    assert policy._part(b) == 40.0
+    kept, _ = gain(4, replace(a, share=0.75), b)
+    assert [kept.takes("a", index) for index in (0, 1, 2)] == [True] * 3
+    assert kept.takes("b", 0)
+    assert not kept.takes("b", 2)  # its batch has one, and half of one is due
+
+
 def test_s37_the_first_of_the_list_has_nobody_to_ask():
     kept, policy = gain(1, job("a", epoch=1.0), job("b", epoch=1.0))
     assert kept.takes("b", 0)

@@ -1,6 +1,7 @@
 """The policies of the cache, step by step, and how close they come to the offline optimum."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from small_policies import ALONE, Watched, watched_lru
 
 from penstock.pipeline.data.cache.next_use import NextUse
+from penstock.pipeline.data.cache.policies import Lru
 from penstock.pipeline.data.cache.policy import NEVER, Job, JobProgress, Times
 
 
@@ -28,6 +30,32 @@ def test_lru_lets_go_what_was_used_longest_ago():
     assert kept.offer("0", 5, 10, 0.0).evicted == (("d", 0),)
     kept.drop(("d", 3))
     assert kept.offer("0", 6, 20, 0.0).evicted == (("d", 4),)  # what is gone does not go again
+
+
+@pytest.mark.parametrize("make", [NextUse, Lru])
+def test_samples_stay_so_long_behind_the_last_job_for_one_that_comes(make):
+    kept, order = Watched(make(50, keep=60.0)), [0, 1, 2, 3]
+
+    def epoch(name: str, data: str, *, now: float, order: Sequence[int] = order) -> list[bool]:
+        """One job of one epoch; which of its samples were there."""
+        kept.join(Job(name=name, data=data, num_samples=len(order), batch_size=2), now)
+        gone = kept.begin(name, order, None, now)
+        assert all(entry[0] != data for entry in gone)
+        hits = [kept.use(name, index, now).entry is not None for index in order]
+        for index, hit in zip(order, hits, strict=True):
+            assert hit or kept.offer(name, index, 10, now).entry is not None
+        assert kept.leave(name, now) == ()
+        return hits
+
+    assert epoch("a", "d", now=0.0) == [False] * 4
+    assert epoch("b", "d", now=60.0) == [True] * 4
+    assert epoch("c", "d", now=120.0, order=order[:2]) == [True] * 2  # of fewer samples: others are not asked
+    kept.join(Job(name="e", data="e", num_samples=9, batch_size=2), 180.0)
+    assert kept.begin("e", range(9), range(9), 180.0) == ()
+    assert [kept.takes("e", index, 180.0) for index in range(5)] == [True] * 5  # who comes is served first
+    assert len(kept.entries) == 5
+    kept.leave("e", 180.0)
+    assert set(kept.leave("nobody", 180.1)) == {entry for entry in kept.entries if entry[0] == "d"}
 
 
 ORDER = [0, 1, 2, 3, 4, 5]
