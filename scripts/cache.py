@@ -28,7 +28,7 @@ serve keeps samples in memory for all training jobs of this user that run with c
   policy=next_use         which samples stay: next_use, gain or lru
   page=16KiB              a sample takes whole pages of this size; smaller ones suit small samples
   keep=10min              how long samples stay when no job reads them any more (next_use and lru); 0: not
-  last_gain=1             of the job with the longest epoch (gain): 0: it gets space from its neighbour alone
+  last_gain=1             of the job with the longest epoch (gain); 0: it takes space from its neighbour alone
 
 status shows the jobs: progress, hit rate, memory, predicted end.
   live=false              true: show it anew every second, until Ctrl-C

@@ -349,48 +349,64 @@ class EvictableParameter:
         Args:    state: of the optimizer, which has that of this parameter, if any.
                  written: the gradient is written to as well."""
         self._refuse_written()
-        values, gradient, kept = self._memory, self._gradient, state.get(self.parameter, {})
-        assert gradient is not None, "comes_in_pieces() says so"
+        kept, part = state.get(self.parameter, {}), dict[Any, Any]()
         away = {key: memory for key, memory in self._state.items() if memory.stored and key in kept}
-        new: dict[Any, EvictableTensor] = {}
-        part: dict[Any, Any] = {}
-        for number, place in enumerate(values.places):
-            # 1. the piece comes, and the next one soon
-            for memory in (values, gradient, *away.values()):
-                memory.fetch([number + 1])
-            is_last, part = place is values.places[-1], {}
-            with self._frames.exposed():
-                piece = Parameter(values.get_piece(number))
-                piece.grad = gradient.get_piece(number)
-                for key, item in kept.items():
-                    if key in away:
-                        part[key] = away[key].get_piece(number)
-                    elif _is_whole(item):
-                        part[key] = values.flat(item)[place]
-                    else:  # a number of steps, which every piece counts
-                        part[key] = item.clone() if isinstance(item, Tensor) and not is_last else item
-            # 2. it is updated
+        for number in range(len(self._memory.places)):
+            piece, part = self._bring_piece(number, kept, away)
             if part:
                 state[piece] = part
             yield piece
             part = state.pop(piece, {})
-            # 3. it leaves
-            found = [(values, piece.data)] + [(gradient, piece.grad)] * written
-            for key, item in part.items():
-                if key in kept and _is_whole(kept[key]):
-                    values.flat(kept[key])[place].copy_(item)
-                elif _is_whole(item):
-                    if key not in away and key not in new:
-                        new[key] = values.alike()
-                    found.append((away.get(key) or new[key], item))
-            if not all(memory.put_piece(number, elements) for memory, elements in found):
-                raise StageError(NO_ROOM)
-        self._state |= new
+            self._put_piece(number, piece, part, kept, away, gradient=written)
+        self._state |= away
         if part:
             gone = empty(self.parameter.dtype, self.parameter.device)
             state[self.parameter] = {
                 key: kept.get(key, gone.clone()) if _is_whole(item) else item for key, item in part.items()
             }
+
+    def _bring_piece(
+        self, number: int, kept: Kept, away: Mapping[Any, EvictableTensor]
+    ) -> tuple[Parameter, dict[Any, Any]]:
+        """Return a piece with its gradient, and its part of what is ``kept``; the next one comes meanwhile.
+
+        Args:    away: what of it is in the store."""
+        values, gradient = self._memory, self._gradient
+        assert gradient is not None, "comes_in_pieces() says so"
+        for memory in (values, gradient, *(away[key] for key in kept if key in away)):
+            memory.fetch([number + 1])
+        is_last, part = number + 1 == len(values.places), dict[Any, Any]()
+        with self._frames.exposed():
+            piece = Parameter(values.get_piece(number))
+            piece.grad = gradient.get_piece(number)
+            for key, item in kept.items():
+                if key in away:
+                    part[key] = away[key].get_piece(number)
+                elif _is_whole(item):
+                    part[key] = values.flat(item)[values.places[number]]
+                else:  # a number of steps, which every piece counts
+                    part[key] = item.clone() if isinstance(item, Tensor) and not is_last else item
+        return piece, part
+
+    def _put_piece(
+        self, number: int, piece: Parameter, part: Kept, kept: Kept, away: dict[Any, EvictableTensor], *,
+        gradient: bool,
+    ) -> None:  # fmt: skip
+        """Have an updated piece leave, its ``gradient`` as well, and its part of what is kept; what the
+        optimizer made in this update is ``away`` from now on."""
+        values = self._memory
+        found = [(values, piece.data)]
+        if gradient and self._gradient is not None and piece.grad is not None:
+            found.append((self._gradient, piece.grad))
+        for key, item in part.items():
+            if key in kept and _is_whole(kept[key]):
+                values.flat(kept[key])[values.places[number]].copy_(item)
+            elif _is_whole(item):
+                if key not in away:
+                    away[key] = values.alike()
+                found.append((away[key], item))
+        if not all(memory.put_piece(number, elements) for memory, elements in found):
+            raise StageError(NO_ROOM)
 
     # -- all of it, to be written -------------------------------------------------------------------------
 
