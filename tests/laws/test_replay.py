@@ -6,7 +6,7 @@ numbers are float64; the recurrences are written out from the papers' formulas."
 import pytest
 import torch
 from reference import plain_loop, same_bits
-from replay import replay, version_of
+from replay import Replay, version_of
 from torch import nn
 
 LR, MOMENTUM = 0.05, 0.9
@@ -34,7 +34,7 @@ def slope(a, b, x, z):
     return error * b * x, error * (a * x)
 
 
-def played(policy, *, micro_batches=1, momentum=0.0, power=1, **settings):
+def played(policy, *, micro_batches=1, momentum=0.0, power=1, drains=(), **settings):
     """(a, b) after the replay of DATA, one micro-batch being one sample."""
     model = Two(power)
     rows = torch.tensor(DATA, dtype=torch.float64)
@@ -43,9 +43,12 @@ def played(policy, *, micro_batches=1, momentum=0.0, power=1, **settings):
         "optimizer": lambda named: torch.optim.SGD(named, lr=LR, momentum=momentum),
         "loss": lambda y, z: (y - z).square().mean(),
     } | settings
-    seen = list(
-        replay(model, batches, stages=[["a"], ["b"]], policy=policy, micro_batches=micro_batches, **settings)
-    )
+    run = Replay(model, stages=[["a"], ["b"]], policy=policy, micro_batches=micro_batches, **settings)
+    seen = []
+    for number, batch in enumerate(batches, start=1):
+        run.feed(*batch)
+        if number in (*drains, len(batches)):
+            seen.append(run.drain())
     return (model.a.item(), model.b.item()), seen
 
 
@@ -162,7 +165,9 @@ def test_one_stage_is_the_plain_loop(policy):
         "micro_batches": 1,
         "clip": 0.5,
     }
-    list(replay(model, batches, stages=[["a", "b"]], policy=policy, **same))
+    run = Replay(model, stages=[["a", "b"]], policy=policy, **same)
+    for batch in batches:
+        run.feed(*batch)
     list(plain_loop(plain, batches, **same))
     assert same_bits(model.a, plain.a)
     assert same_bits(model.b, plain.b)

@@ -1,4 +1,4 @@
-"""Data sets that a loader is tried on; in a file of their own, since a process that is spawned imports it."""
+"""Data sets for a loader or the sample cache; a process that is spawned imports this file alone."""
 
 import os
 import random
@@ -94,3 +94,42 @@ class Where(Numbered):
 
     def __getitem__(self, index):
         return torch.tensor([float(os.getpid())]), torch.tensor(torch.get_num_threads())
+
+
+SHARED = 60
+
+
+class Readable(Dataset):
+    """Tells how it reads and decodes; draws while it decodes; counts what it reads."""
+
+    def __init__(self, salt=0):
+        self.salt, self.reads = salt, []
+
+    def __len__(self) -> int:
+        return SHARED
+
+    def read(self, index):
+        self.reads.append(index)
+        return bytes([index, self.salt]) * 3000
+
+    def decode(self, index, data):
+        drawn = torch.rand(2) * random.random() * float(np.random.rand())
+        return torch.tensor(list(data[:8]), dtype=torch.float32), drawn, index
+
+    def __getitem__(self, index):
+        return self.decode(index, self.read(index))
+
+
+class Drawing(Dataset):
+    """Has whole samples only; every third one draws."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return SHARED
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        noise = torch.rand(3) if index % 3 == 0 else torch.zeros(3)
+        return {"x": noise + index, "y": index, "name": f"sample {index}"}

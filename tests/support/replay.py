@@ -36,23 +36,6 @@ def version_of(policy, m, *, stage, num_stages, batch=0):
     }[policy]
 
 
-def replay(model, batches, *, drains=(), **settings):
-    """Train ``model`` in place; yields what happened since the last drain at each of them, and at the end.
-
-    Args:    drains: numbers of batches after which there is one.
-             settings: those of ``Replay``.
-    Returns: per yield ``losses`` by micro-batch and ``gradients`` by update (name -> tensor or None), in the
-             order of m, and ``state``: name -> the optimizer's state of that parameter."""
-    run = Replay(model, **settings)
-    fed = 0
-    for fed, (inputs, targets) in enumerate(batches, start=1):
-        run.feed(inputs, targets)
-        if fed in drains:
-            yield run.drain()
-    if fed not in drains:
-        yield run.drain()
-
-
 class Replay:
     """The whole model on the versions of its stages.
 
@@ -98,7 +81,10 @@ class Replay:
         self.step, self.batch = self.step + 1, self.batch + 1
 
     def drain(self):
-        """Return the events since the last drain; versions are counted from here again."""
+        """Return the events since the last drain; versions are counted from here again.
+
+        Returns: ``losses`` by micro-batch and ``gradients`` by update (name -> tensor or None), in the order
+                 of m, and ``state``: name -> the optimizer's state of that parameter."""
         happened: dict[str, Any] = {"losses": self.losses, "gradients": self.gradients}
         happened["state"] = {
             name: dict(stage.optimizer.state.get(p, {}))

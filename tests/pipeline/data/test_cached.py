@@ -16,11 +16,11 @@ import torch
 from brokers import PAGE, broker_thread, state, within
 from hypothesis import example, given
 from hypothesis import strategies as st
-from loading import Stream, write_images
+from loading import SHARED as NUMBER
+from loading import Drawing, Readable, Stream, write_images
 from PIL import Image
 from processes import free_port
 from reference import same_bits, same_tree
-from sharing import NUMBER, Drawing, Readable
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import penstock

@@ -10,8 +10,7 @@ import threading
 import time
 
 import pytest
-from brokers import PAGE, SOON, Said, broker_thread, client, payload, state, within
-from small_policies import watched_lru
+from brokers import PAGE, SOON, Said, broker_thread, client, payload, state, watched_lru, within
 
 from penstock.pipeline.data.cache.broker import Broker
 from penstock.pipeline.data.cache.client import Hit

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from brokers import hello
+from brokers import Watched, hello, watched_lru
 from hypothesis import given
 from hypothesis import strategies as st
-from small_policies import Watched, watched_lru
 
 from penstock.compression.errors import TransportError
 from penstock.pipeline.data.cache.core import Core, NotWelcome, Pages

@@ -15,8 +15,18 @@ from array import array
 from pathlib import Path
 
 import pytest
-from brokers import PAGE, SOON, Said, broker_process, broker_thread, client, payload, state, within
-from small_policies import watched_lru
+from brokers import (
+    PAGE,
+    SOON,
+    Said,
+    broker_process,
+    broker_thread,
+    client,
+    payload,
+    state,
+    watched_lru,
+    within,
+)
 
 from penstock.compression.errors import ConfigError
 from penstock.pipeline.data.cache.broker import SharedMemory, available, listening

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from small_policies import ALONE, Watched
+from brokers import ALONE, Watched
 
 from penstock.pipeline.data.cache.gain import Gain, Space, cached_per_batch, gains
 from penstock.pipeline.data.cache.policy import Job

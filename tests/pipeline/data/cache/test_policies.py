@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from brokers import ALONE, Watched, watched_lru
 from cache_simulator import Load, optimum, simulate
 from hypothesis import given
 from hypothesis import strategies as st
-from small_policies import ALONE, Watched, watched_lru
 
 from penstock.pipeline.data.cache.next_use import NextUse
 from penstock.pipeline.data.cache.policies import Lru
