@@ -536,7 +536,7 @@ class Pipeline:
 
     def next_shares(self, report: Report, number: int) -> None:
         """Take up the shares of the next step, behind one of ``number`` micro-batches, which is reported."""
-        self._take(self.load_balancer.after(self.plan, number=number, seconds=report.worked))
+        self._take(self.load_balancer.after(self.plan, number=number, seconds=report.worked_seconds))
 
     def _take(self, plan: Plan) -> None:
         if plan is not self.plan:

@@ -7,13 +7,13 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compression.errors import ConfigError
 from ...stages.memory.byte_budget import NAMES
-from ..runtime.report import Report, StageReport, bubble
+from ..runtime.report import Report, bubble
 from ..schedules.replicated import predicted_bytes
 
 if TYPE_CHECKING:
@@ -37,22 +37,30 @@ OF_ALL_STAGES = ("num_steps", "num_samples", "seconds", "loss")
 
 
 class Totals:
-    """Sums over all steps, per stage and together; of what a stage keeps the most.
+    """Sums over all steps, for each rank of each stage and together; of what it keeps the most.
 
-    ``busy`` holds the seconds in which each rank computed, of ``steady`` seconds: those of all steps but the
-    first, which is slow for reasons of its own, unless there is no other."""
+    Attributes:
+        ranks: Those of each stage; in one process all stages ran on one.
+        of_ranks: The sums of each of them.
+        predicted: By rank, the most bytes of each tier, from the first step.
+        busy: Seconds in which each rank computed, of ``steady`` seconds: those of all steps but the first,
+            which is slow for reasons of its own, unless there is no other.
+    """
 
     def __init__(self, *, num_stages: int) -> None:
         self.num_steps = self.num_samples = 0
         self.seconds = 0.0
         self.loss: float | None = None
-        self.ranks = [0] * num_stages  # where the stages ran: in one process all on one
+        self.ranks = [[0] for _ in range(num_stages)]
         self.busy: tuple[float, ...] = ()
         self.steady = 0.0
-        self.stages: list[dict[str, Any]] = [
-            dict.fromkeys((*SUMS, *MOST), 0) | dict.fromkeys(SECONDS, 0.0) for _ in range(num_stages)
-        ]
-        self.predicted: list[dict[str, int]] = []  # of each stage's rank, by the first step
+        self.of_ranks = [[_zeros()] for _ in range(num_stages)]
+        self.predicted: dict[str, dict[str, int]] = {}
+
+    @property
+    def stages(self) -> list[dict[str, Any]]:
+        """For each stage, the sums over its ranks, and the most that one of them kept."""
+        return [_together(totals) for totals in self.of_ranks]
 
     def add(self, report: Report) -> None:
         """Add one step."""
@@ -64,28 +72,45 @@ class Totals:
             self.busy, self.steady = (0.0,) * len(report.busy_seconds), 0.0
         self.busy = tuple(map(sum, zip(self.busy, report.busy_seconds, strict=True)))
         self.steady += report.seconds
-        self.ranks = [stage.rank for stage in report.stages]
-        self.predicted = self.predicted or [predicted_peaks(stage) for stage in report.stages]
-        for total, stage in zip(self.stages, report.stages, strict=True):
-            for name, of_report in SUMS.items():
-                total[name] += getattr(stage, of_report)
-            for name in MOST:
-                again = self.num_steps == 2 and name in OF_TIERS  # the first step only foretells them
-                total[name] = max(0 if again else total[name], getattr(stage, name))
+        self.ranks = [[one.rank for one in reports] for reports in report.of_ranks]
+        if not self.predicted:
+            self.predicted = {str(rank): peaks for rank, peaks in predicted_peaks(report).items()}
+        for totals, reports in zip(self.of_ranks, report.of_ranks, strict=True):
+            if len(totals) != len(reports):  # a run goes on with other replicas
+                totals[:] = [_together(totals), *(_zeros() for _ in reports[1:])]
+            for total, one in zip(totals, reports, strict=True):
+                for name, of_report in SUMS.items():
+                    total[name] += getattr(one, of_report)
+                for name in MOST:
+                    again = self.num_steps == 2 and name in OF_TIERS  # the first step only foretells them
+                    total[name] = max(0 if again else total[name], getattr(one, name))
 
     def load(self, kept: Mapping[str, Any] | None) -> None:
         """Go on from the sums of a run; of stages and ranks only where there are as many stages again."""
-        if kept:
-            fresh = self.stages
-            alike = len(kept["stages"]) == len(self.stages)
-            some = {name: kept[name] for name in kept if alike or name in OF_ALL_STAGES}
-            vars(self).update(copy.deepcopy(some))
-            self.stages = [zeros | one for zeros, one in zip(fresh, self.stages, strict=True)]
-            self.busy = tuple(self.busy)
+        if not kept:
+            return
+        some = copy.deepcopy(dict(kept))
+        if "stages" in some:  # of a checkpoint that knows no ranks of a stage
+            some |= {"of_ranks": [[one] for one in some.pop("stages")], "predicted": {}}
+            some["ranks"] = [[rank] for rank in some["ranks"]]
+        if len(some["of_ranks"]) != len(self.of_ranks):
+            some = {name: some[name] for name in OF_ALL_STAGES}
+        vars(self).update(some)
+        self.of_ranks = [[_zeros() | total for total in totals] for totals in self.of_ranks]
+        self.busy = tuple(self.busy)
 
     def bubble(self, rank: int) -> float:
         """The share of the steps in which ``rank`` neither computed nor packed."""
         return bubble(self.busy[rank], self.steady) if rank < len(self.busy) else 0.0
+
+
+def _zeros() -> dict[str, Any]:
+    return dict.fromkeys((*SUMS, *MOST), 0) | dict.fromkeys(SECONDS, 0.0)
+
+
+def _together(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sums = {name: sum(total[name] for total in totals) for name in SUMS}
+    return sums | {name: max(total[name] for total in totals) for name in MOST}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -127,10 +152,14 @@ def summarise(
         entry: dict[str, Any] = {"stage": number, "rank": plan.owner(number)}
         entry |= {"layers": len(stage.layers), "first_layer": stage.layers[0], "last_layer": stage.layers[-1]}
         entry |= {"parameters": sum(sizes[name] for name in stage.parameters)} | total
-        entry |= {"bubble": totals.bubble(totals.ranks[number]), "predicted_bytes": predicted[number]}
+        ranks = totals.ranks[number]
+        entry |= {"bubble": totals.bubble(ranks[0]), "predicted_bytes": predicted[number]}
         for direction in DIRECTIONS:
             raw, sent = (entry[f"bytes_{kind}_{direction}"] for kind in ("raw", "sent"))
             entry[f"ratio_{direction}"] = ratio(raw, sent)
+        if len(ranks) > 1:
+            pairs = zip(ranks, totals.of_ranks[number], strict=True)
+            entry["ranks"] = [{"rank": rank, "bubble": totals.bubble(rank)} | one for rank, one in pairs]
         stages.append(entry)
     together = {name: sum(entry[name] for entry in stages) for name in SENT | SAVED | EXCHANGED}
     for kind in ("raw", "sent"):
@@ -146,7 +175,7 @@ def summarise(
         "ratio": ratio(together["bytes_raw"], together["bytes_sent"]),
         "bubble": bubble(sum(totals.busy), totals.steady * len(totals.busy)),
         **facts,
-        "tiers": tier_rows(totals.stages, totals.predicted, totals.ranks, plan),
+        "tiers": tier_rows(totals.of_ranks, totals.predicted, totals.ranks, plan),
         "stages": stages,
     }
 
@@ -160,39 +189,44 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def predicted_peaks(first: StageReport) -> dict[str, int]:
-    """The most bytes of each tier in every later step, from the first one: what its end left there is on top
-    of what it had."""
-    found = {tier: getattr(first, f"{tier}_tier") for tier in NAMES}
-    return found | {"device": found["device"] + first.grew_bytes}
+def predicted_peaks(first: Report) -> dict[int, dict[str, int]]:
+    """By rank, the most bytes of each tier in every later step, from the first one: what its end left there
+    is on top of what it had."""
+    found = {}
+    for one in (report for reports in first.of_ranks for report in reports):
+        peaks = {tier: getattr(one, f"{tier}_tier") for tier in NAMES}
+        found[one.rank] = peaks | {"device": peaks["device"] + one.grew_bytes}
+    return found
 
 
 def tier_rows(
-    totals: Sequence[Mapping[str, Any]],
-    predicted: Sequence[Mapping[str, int]],
-    ranks: Sequence[int],
+    totals: Sequence[Sequence[Mapping[str, Any]]],
+    predicted: Mapping[str, Mapping[str, int]],
+    ranks: Sequence[Sequence[int]],
     plan: Plan,
 ) -> list[dict[str, Any]]:
     """A row for each tier of each rank that held anything.
 
-    Args:    totals: of every stage; predicted: of its rank; ranks: of every stage, where it ran."""
-    rows = []
-    for rank in sorted(set(ranks)):
-        ours = [number for number, other in enumerate(ranks) if other == rank]
-        first = totals[ours[0]]
+    Args:    totals: of each rank of every stage; predicted: by rank; ranks: of every stage, where it ran."""
+    rows, of_rank = [], dict[int, dict[int, Mapping[str, Any]]]()
+    for number, (own, found) in enumerate(zip(ranks, totals, strict=True)):
+        for rank, total in zip(own, found, strict=True):
+            of_rank.setdefault(rank, {})[number] = total
+    for rank, ours in sorted(of_rank.items()):
+        first, *_ = ours.values()
         for tier in NAMES:
             if not first[f"{tier}_tier"]:
                 continue
             row: dict[str, Any] = {"rank": rank, "tier": tier}
-            row["predicted_peak_bytes"] = predicted[ours[0]][tier] if predicted else None
+            row["predicted_peak_bytes"] = predicted[str(rank)][tier] if str(rank) in predicted else None
             row["peak_bytes"] = first[f"{tier}_tier"]
-            moved = [n for n in ours if plan.stages[n].tier == tier != "device"]
-            row["bytes_raw"] = sum(totals[n]["bytes_saved_raw"] for n in moved)
-            row["bytes_kept"] = sum(totals[n]["bytes_saved_kept"] for n in moved)
-            waited = [n for n in ours if _waits_for(plan.stages[n]) == tier != "device"]
-            row["exposed_seconds"] = sum(totals[n]["exposed_seconds"] for n in waited)
+            moved = [total for n, total in ours.items() if plan.stages[n].tier == tier != "device"]
+            row["bytes_raw"] = sum(total["bytes_saved_raw"] for total in moved)
+            row["bytes_kept"] = sum(total["bytes_saved_kept"] for total in moved)
+            waited = [total for n, total in ours.items() if _waits_for(plan.stages[n]) == tier != "device"]
+            row["exposed_seconds"] = sum(total["exposed_seconds"] for total in waited)
             row["held_up_seconds"] = first["held_up_seconds"] if tier == "device" else 0.0
-            row["budget_bytes"] = _budget(plan, rank, ranks) if tier == "device" else None
+            row["budget_bytes"] = _budget(plan, ours) if tier == "device" else None
             rows.append(row)
     return rows
 
@@ -202,8 +236,6 @@ def _waits_for(stage: PlanStage) -> str:
     return stage.tier if stage.parameters_tier == "device" else stage.parameters_tier
 
 
-def _budget(plan: Plan, rank: int, ranks: Sequence[int]) -> int | None:
-    """Byte budget of a process; one that runs all ranks has the memory of all."""
-    if plan.memory is None:
-        return None
-    return plan.memory * len({plan.owner(s) for s, other in enumerate(ranks) if other == rank})
+def _budget(plan: Plan, stages: Iterable[int]) -> int | None:
+    """Byte budget of a process with these stages; one that runs all ranks has the memory of all."""
+    return None if plan.memory is None else plan.memory * len({plan.owner(stage) for stage in stages})

@@ -38,7 +38,7 @@ def table(
 
 
 def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
-    """Return one row per stage: how long it computed, what it kept, what it sent each way.
+    """Return one row for each rank of each stage: how long it computed, what it kept, what it sent each way.
 
     The stages of a rank share its bubble and its memory, told with the first of them.
 
@@ -51,16 +51,15 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
     sent = packed if wide else lambda *both: packed(*both).rpartition("-> ")[2]
     ways = [f"{name} {'raw -> ' * wide}sent" for name in ("activations", "gradients")]
     names = ("stage", "rank", "compute", "bubble", "counted", "resident", *ways, *["GPU"] * on_gpus)
-    rows = []
-    for number, stage in enumerate(stages):
-        first = stage["rank"] not in [other["rank"] for other in stages[:number]]
-        row = [str(stage["stage"]), str(stage["rank"]), f"{stage['compute_seconds']:.1f} s"]
-        row += [f"{stage['bubble']:.0%}" if first else "", _bytes(stage["peak_bytes"] or None)]
-        row += [_bytes(stage["resident_bytes"] or None) if first else ""]
-        row += [
-            sent(stage[f"bytes_raw_{way}"], stage[f"bytes_sent_{way}"]) for way in ("forward", "backward")
-        ]
-        rows.append(row + [show_bytes(stage["device_bytes"])] * on_gpus)
+    rows, seen = [], set[int]()
+    for number, one in ((stage["stage"], one) for stage in stages for one in stage.get("ranks", [stage])):
+        first = one["rank"] not in seen
+        seen.add(one["rank"])
+        row = [str(number), str(one["rank"]), f"{one['compute_seconds']:.1f} s"]
+        row += [f"{one['bubble']:.0%}" if first else "", _bytes(one["peak_bytes"] or None)]
+        row += [_bytes(one["resident_bytes"] or None) if first else ""]
+        row += [sent(one[f"bytes_raw_{way}"], one[f"bytes_sent_{way}"]) for way in ("forward", "backward")]
+        rows.append(row + [show_bytes(one["device_bytes"])] * on_gpus)
     return table(names, rows, collapse_padding=not wide)
 
 
@@ -99,7 +98,7 @@ def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None
         if reports:
             return
         reports.append(report)
-        ranks = {stage.rank: predicted_peaks(stage) for stage in report.stages}
+        ranks = predicted_peaks(report)
         used = (tier for peaks in ranks.values() for tier in peaks if peaks[tier])
         for rank, peaks in sorted(ranks.items()) if _is_worth_a_table(used, plan.memory) else ():
             held = ", ".join(f"{tier} {show_bytes(peaks[tier])}" for tier in NAMES if peaks[tier])
@@ -116,13 +115,13 @@ def overrun(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]
     known: set[int] = set()
 
     def see(report: Report) -> None:
-        for stage in report.stages:
-            if not plan.memory or stage.rank in known:
+        for one in (one for reports in report.of_ranks for one in reports):
+            if not plan.memory or one.rank in known:
                 continue
-            if stage.resident_bytes > MARGIN * plan.memory + UNCOUNTED:
-                known.add(stage.rank)
+            if one.resident_bytes > MARGIN * plan.memory + UNCOUNTED:
+                known.add(one.rank)
                 tell(
-                    f"rank {stage.rank} holds {show_bytes(stage.resident_bytes)} more than before the run, "
+                    f"rank {one.rank} holds {show_bytes(one.resident_bytes)} more than before the run, "
                     f"which memory.device={show_bytes(plan.memory)} does not keep to; raise it, or ranks"
                 )
 
@@ -139,7 +138,10 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
         kept = packed(summary["bytes_saved_raw"], summary["bytes_saved_kept"])
         lines.append(f"saved for the backward: {kept}")
     if summary.get("bytes_exchanged"):
-        lines.append(f"gradients and parameters between replicas: {show_bytes(summary['bytes_exchanged'])}")
+        rows = [one for stage in summary["stages"] for one in stage.get("ranks", ())]
+        shares = ", ".join(f"{show_bytes(one['bytes_exchanged'])} by rank {one['rank']}" for one in rows)
+        exchanged = f"gradients and parameters between replicas: {show_bytes(summary['bytes_exchanged'])}"
+        lines.append(f"{exchanged}: {shares}" if shares else exchanged)
     lines += _codecs(summary)
     lines.append(
         f"{summary['steps']} step{'s' * (summary['steps'] != 1)}, {summary['samples']:,} samples in "

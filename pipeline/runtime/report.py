@@ -92,8 +92,8 @@ _KINDS: dict[str, Any] = {field.name: type(field.default) for field in dataclass
 class Report:
     """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
     ``outputs``: the model's on the batch, if they were asked for, where the last stage is. ``asked``: the
-    largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything. ``busy``: the seconds in
-    which each rank computed, where replicas of a stage are several; ``worked``: on its micro-batches."""
+    largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything. ``replicas``: what each
+    rank of every stage reports, of which ``stages`` is made, where some stage is on several ranks."""
 
     step: int
     loss: float
@@ -102,8 +102,12 @@ class Report:
     stages: tuple[StageReport, ...]
     outputs: Any = None
     asked: int = 0
-    busy: tuple[float, ...] = ()
-    worked: tuple[float, ...] = ()
+    replicas: tuple[tuple[StageReport, ...], ...] = ()
+
+    @property
+    def of_ranks(self) -> tuple[tuple[StageReport, ...], ...]:
+        """For every stage what each of its ranks reports."""
+        return self.replicas or tuple((stage,) for stage in self.stages)
 
     @property
     def bytes_raw(self) -> int:
@@ -118,12 +122,19 @@ class Report:
     @property
     def busy_seconds(self) -> tuple[float, ...]:
         """For every rank the seconds in which it computed or packed."""
-        if self.busy:
-            return self.busy
-        busy = [0.0] * (1 + max((stage.rank for stage in self.stages), default=-1))
-        for stage in self.stages:
-            busy[stage.rank] += stage.compute_seconds
-        return tuple(busy)
+        return self._by_rank("compute_seconds")
+
+    @property
+    def worked_seconds(self) -> tuple[float, ...]:
+        """For every rank those of ``busy_seconds`` that are of micro-batches."""
+        return self._by_rank("worked_seconds")
+
+    def _by_rank(self, name: str) -> tuple[float, ...]:
+        reports = [report for ranks in self.of_ranks for report in ranks]
+        found = [0.0] * (1 + max((report.rank for report in reports), default=-1))
+        for report in reports:
+            found[report.rank] += getattr(report, name)
+        return tuple(found)
 
     @property
     def bubble(self) -> float:
@@ -133,10 +144,7 @@ class Report:
     @property
     def peak_bytes(self) -> int:
         """Counted bytes of the fullest rank."""
-        held = [0] * len(self.busy_seconds)
-        for stage in self.stages:
-            held[stage.rank] += stage.peak_bytes
-        return max(held, default=0)
+        return int(max(self._by_rank("peak_bytes"), default=0))
 
     def __str__(self) -> str:
         lines = [
@@ -218,13 +226,7 @@ def gather_reports(
         for stage, own in enumerate(ranks)
     ]
     answer = {"loss": sum(losses), "stages": tuple(map(together, found)), "asked": int(max(asks))}
-    if max(map(len, ranks)) == 1:
-        return answer
-    pairs = [zip(own, some, strict=True) for own, some in zip(ranks, found, strict=True)]
-    of_ranks = {rank: one for pair in pairs for rank, one in pair}
-    told = [of_ranks[rank] for rank in sorted(of_ranks)]
-    busy, worked = (tuple(getattr(one, f"{name}_seconds") for one in told) for name in ("compute", "worked"))
-    return answer | {"busy": busy, "worked": worked}
+    return answer if max(map(len, ranks)) == 1 else answer | {"replicas": tuple(map(tuple, found))}
 
 
 def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:

@@ -284,7 +284,7 @@ def test_the_first_step_foretells_what_the_closing_table_will_show(memory, packe
     see(first)
     assert told == [line.format("will hold at most, by its first step") for line in said]
     total = dict.fromkeys((*SUMS, *MOST), 0) | {"device_tier": 100, "packed_tier": packed}
-    rows = metrics.tier_rows([total], [], [0], plan)
+    rows = metrics.tier_rows([[total]], {}, [[0]], plan)
     assert (tables.tier_table({"tiers": rows, "steps": 1}) is not None) == bool(said)
 
 

@@ -19,7 +19,7 @@ from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run import console, early, logs, tables
 from penstock.pipeline.run.logs import JsonLog, Loggers
 from penstock.pipeline.run.metrics import Totals, step_line, summarise
-from penstock.pipeline.runtime.report import StageReport
+from penstock.pipeline.runtime.report import StageReport, together
 
 
 def log(width: int = console.WIDTH_OF_A_LOG) -> Console:
@@ -63,6 +63,41 @@ def test_the_closing_table_has_a_row_a_stage_then_the_totals_and_the_files(tmp_p
         assert figure in totals[1]
     assert "96.53%" in totals[2]
     assert totals[-1].split() == ["run/timeline.png", str(tmp_path.parent / "plan.png")]
+
+
+def test_each_rank_of_a_stage_has_a_row_and_is_told_what_it_exchanged():
+    one = report()
+    first, last = one.stages
+    own = dataclasses.replace(first, disk_tier=7, exchanged_bytes=1024)
+    other = dataclasses.replace(own, rank=2, peak_bytes=1024, disk_tier=9, compute_seconds=0.25)
+    both = (own, other), (last,)
+    step = dataclasses.replace(one, stages=tuple(map(together, both)), replicas=both)
+    assert step.busy_seconds == (0.4, 0.2, 0.25)
+    found = summary_of(step, step)
+    rows = closed(found)[1:4]
+    assert [row[:2] for row in rows] == [["0", "0"], ["0", "2"], ["1", "1"]]
+    assert rows[1][2:8] == ["0.5", "s", "50%", "1", "KiB", "9"]
+    assert found["stages"][0]["bytes_exchanged"] == 4096
+    assert "4 KiB: 2 KiB by rank 0, 2 KiB by rank 2" in " ".join(tables.totals(found))
+    assert [(row["rank"], row["peak_bytes"]) for row in found["tiers"] if row["tier"] == "disk"] == [
+        (0, 7), (2, 9),
+    ]  # fmt: skip
+
+
+def test_sums_go_on_with_other_replicas_and_from_a_checkpoint_that_knew_stages_only():
+    totals, one = Totals(num_stages=2), report()
+    totals.add(one)
+    before = vars(totals) | {"stages": totals.stages, "ranks": [0, 1], "predicted": [{}, {}]}
+    del before["of_ranks"]
+    resumed, fewer = Totals(num_stages=2), Totals(num_stages=1)
+    resumed.load(before)
+    assert vars(resumed) == vars(totals) | {"predicted": {}}
+    both = (one.stages[0], dataclasses.replace(one.stages[0], rank=2)), one.stages[1:]
+    resumed.add(dataclasses.replace(one, replicas=both))
+    assert [total["compute_seconds"] for total in resumed.of_ranks[0]] == [0.8, 0.4]
+    assert resumed.stages[0]["compute_seconds"] == pytest.approx(1.2)
+    fewer.load(before)
+    assert (fewer.num_steps, fewer.stages) == (1, Totals(num_stages=1).stages)
 
 
 @pytest.mark.parametrize(("columns", "gpu"), [(80, False), (110, False), (110, True)])
