@@ -5,10 +5,10 @@ import dataclasses
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import checkout
 import pytest
 from commands import SMALL, lines, trained
 from reports import PLAN, report
@@ -281,10 +281,10 @@ def test_a_stage_report_travels_as_numbers():
     assert type(StageReport.of(StageReport(peak_bytes=5).numbers()).peak_bytes) is int
 
 
-TRAIN = [
-    sys.executable, "-m", "penstock.scripts.command", "train", "model=mlp", "data=digits", "ranks=1",
-    "stages=2", "epochs=2", "max_steps=3", "batch_size=600", "threads=1",
-]  # fmt: skip
+TRAIN = (
+    "-m penstock train model=mlp data=digits ranks=1 stages=2 epochs=2 max_steps=3 batch_size=600 threads=1"
+    " logger=[csv,tensorboard,wandb]"
+)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -370,20 +370,13 @@ def test_tensorboard_and_wandb_read_what_a_run_wrote(tmp_path):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
     run = tmp_path / "run"
-    done = subprocess.run(
-        [*TRAIN, f"hydra.run.dir={run}", "logger=[csv,tensorboard,wandb]"],
-        capture_output=True, text=True, timeout=400, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stdout
-    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "failed" not in checkout.run(*TRAIN.split(), f"hydra.run.dir={run}", cwd=tmp_path, seconds=400)
+    losses = [line["loss"] for line in lines(run)]
     assert [row["loss"] for row in rows(run) if row["loss"]] == list(map(str, losses))
     assert [path.name for path in run.glob("wandb/offline-run-*/*.wandb")]
     assert not (tmp_path / "wandb").exists()
-    read = subprocess.run(
-        [sys.executable, "-c", READ, str(run)], capture_output=True, text=True, timeout=400, check=True
-    )
-    events, history, options = json.loads(read.stdout.splitlines()[-1])
+    read = checkout.run("-c", READ, str(run), cwd=tmp_path, seconds=400)
+    events, history, options = json.loads(read.splitlines()[-1])
     assert events == pytest.approx(losses)
     assert history == losses
     assert "model" in options
