@@ -264,6 +264,7 @@ def test_memory_has_the_buffers_of_the_exchange():
         ({"replicas": "auto", "ranks": 4, "schedule": "async_1f1b"}, "replicas=auto; take schedule=1f1b"),
         ({"replicas": 2, "ranks": 4, "idle": True}, "idle=True leaves out ranks"),
         ({"stages": 2, "extra_in_flight": 1, "schedule": "gpipe"}, "gpipe has every micro-batch in flight"),
+        ({"stages": 2, "schedule": "async_1f1b", "recompute": True}, "runs again"),
         ({"stages": 2, "schedule": "zigzag"}, "schedule=zigzag is not known"),
         (
             {"schedule": "custom", "program": ("0F0 0B0", "1F0 1B0"), "stages": 2, "micro_batches": 3},
