@@ -52,13 +52,9 @@ def test_what_does_not_suit_is_left_out_with_the_reason_and_what_suits_nothing_r
 # ranks 4, F 10 ms, B 20 ms, 8 micro-batches: (8 + 3) x 30 ms; a stream takes 8 x 30 ms.
 def test_seconds_and_bubbles_of_even_stages_are_the_textbook_ones():
     found = rows(compare(even(4), stages=4, micro_batches=8))
-    for name in ("gpipe", "1f1b"):
-        assert found[name].seconds == pytest.approx(0.330)
-        assert found[name].bubble == pytest.approx(3 / 11)
-    for name in ("async_1f1b stashed", "1f1b double_buffered"):
-        assert found[name].seconds == pytest.approx(0.240)
-        assert found[name].bubble == pytest.approx(0.0, abs=1e-9)
-    assert found["zb_h1"].seconds < 0.310
+    textbook = {"gpipe": (0.330, 3 / 11), "1f1b": (0.330, 3 / 11), "1f1b double_buffered": (0.240, 0.0)}
+    for name, expected in textbook.items():
+        assert (found[name].seconds, found[name].bubble) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +66,6 @@ def test_a_stream_is_full_whatever_the_counts(stages, ranks, micro_batches):
     slowest = 0.030 * stages / ranks
     assert one.seconds == pytest.approx(micro_batches * slowest)
     assert one.bubble == pytest.approx(0.0, abs=1e-9)
-
-
-def test_memory_is_parameters_thrice_old_versions_and_what_is_in_flight():
-    found = rows(compare(even(2), stages=2, micro_batches=6))
-    assert found["gpipe"].memory == (3 * 400 + 6 * 1000, 3 * 400 + 6 * 1000)
-    assert found["1f1b"].memory == (3 * 400 + 2 * 1000, 3 * 400 + 1000)
-    assert found["async_1f1b stashed"].memory == (4 * 400 + 2 * 1000, 3 * 400 + 1000)
-    assert found["1f1b double_buffered"].memory == (4 * 400 + 2 * 1000, 4 * 400 + 1000)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -98,6 +86,7 @@ def test_memory_knows_the_optimizer_and_what_a_tier_leaves():
     assert found["gpipe"].memory == (4 * 400 + 2 * 1000 + 6 * 200,) * 2
     assert found["1f1b"].memory == (4 * 400 + 2 * 1000, 4 * 400 + 1000)
     assert found["async_1f1b stashed"].memory == (5 * 400 + 2 * 1000, 4 * 400 + 1000)
+    assert found["1f1b double_buffered"].memory == (5 * 400 + 2 * 1000, 5 * 400 + 1000)
     for one in found.values():
         if one.plan.ranks == (0, 1):
             assert one.memory == tuple(stage.memory_bytes for stage in one.plan.stages), one.name
