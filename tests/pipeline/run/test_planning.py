@@ -15,7 +15,6 @@ from penstock.conf.parts import MemoryConfig, ReplicasConfig
 from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.run import early
 from penstock.pipeline.run.logs import SharesLog
-from penstock.pipeline.run.resume import check
 from penstock.pipeline.run.schedule_comparison import SYNCHRONOUS, candidate, compare
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import command
@@ -184,17 +183,6 @@ def test_ranks_are_shared_by_the_replicas_of_every_stage():
     assert config([2, 1], ranks=3).num_stages == 2
     assert config(2, ranks=6, cuts=["a", "b"]).num_stages == 3
     assert PlanConfig(ranks=4).num_stages == 4
-
-
-@pytest.mark.parametrize(("count", "exact", "told"), [(2, True, 0), (2, False, 1), (1, False, 0)])
-def test_a_run_goes_on_with_other_replicas_and_says_where_bits_may_differ(count, exact, told):
-    said = []
-    made = config(count, exact=exact, kind=TrainConfig, ranks=2)
-    notes = {"config": {**vars(made), "replicas": {"count": [1, 1], "exact": False}}}
-    for name in ("memory", "checkpoint", "clip"):
-        notes["config"][name] = vars(getattr(made, name))
-    check(made, notes, said.append)
-    assert len(said) == told
 
 
 SMALL_PLAN = f"{SMALL.replace(' seed=3', '')} batch_size=48 micro_batches=4"
