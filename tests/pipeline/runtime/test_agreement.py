@@ -104,16 +104,13 @@ def watched(state):
     tries(lambda: pipe.step(x, y) if own else pipe.evaluate(x))
     tries(lambda: pipe.evaluate(x + own))
     tries(lambda: pipe.evaluate(x) is None)
-    other = {name: tensor + own * (name == "b.bias") for name, tensor in state["model"].items()}
-    tries(lambda: pipe.load_state_dict({**state, "model": other}))
-    tries(lambda: pipe.load_state_dict(state if own else {"model": {}}))
     tries(lambda: pipe.load_state_dict(state))
     tries(lambda: pipe.step(x, y.roll(own)))  # the first after a load is compared
     tries(lambda: pipe.step(x, y).step)
     return said
 
 
-def test_a_batch_or_state_that_ranks_do_not_share_is_refused(ranks):
+def test_a_batch_that_ranks_do_not_share_is_refused(ranks):
     state = pipeline(plan_of(ranks=1)).state_dict()
     first, second = ranks.run(watched, state, ranks=2)
     differs = "Disagreement: all ranks train one model alike: the "
@@ -129,14 +126,11 @@ def test_a_batch_or_state_that_ranks_do_not_share_is_refused(ranks):
         "Disagreement: all ranks call a Pipeline alike: rank 0 is at evaluation 0, rank 1 at step 3; make",
         differs + "checksum of the input x of the batch is ",
         True,
-        differs + "state['model']['b.bias'] is torch.float32 (8,) with strides (1,), checksum ",
-        "Disagreement: rank 0: a state has the keys model, optimizer and step, found model",
         None,
         differs + "checksum of the targets of the batch is ",
         0,
     ]
     second[3] = second[3].replace("PlanError", "Disagreement: rank 1")  # its own error
-    first[13] = first[13].replace("PlanError", "Disagreement: rank 0")
     second[11] = not second[11]  # it has the outputs
     for ours, theirs, said in zip(first, second, expected, strict=True):
         assert ours == theirs
