@@ -10,6 +10,7 @@ import torch.distributed as dist
 from disagreements import CASES, batches, built, pipeline, plan_of, sgd
 from reference import plain_loop, same_bits
 from sampling import is_whole, seed_of
+from small_pipelines import model_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -203,15 +204,9 @@ def test_the_variant_of_a_build_goes_with_the_device(monkeypatch):
     assert [f.among for f in fingerprints.of_process() if f.among] == ["cpu", "cpu"]
 
 
-class Makes(nn.Module):
-    """Makes tensors where its input is."""
-
-    def forward(self, x):
-        return x + torch.ones(4, device=x.device)
-
-
 def test_where_a_layer_makes_tensors_is_told_alike_on_every_rank():
-    graph = trace(nn.Sequential(nn.Linear(4, 4), Makes(), nn.Linear(4, 4)), (torch.randn(2, 4),))
+    makes = model_of(lambda self, x: x + torch.ones(4, device=x.device))
+    graph = trace(nn.Sequential(nn.Linear(4, 4), makes, nn.Linear(4, 4)), (torch.randn(2, 4),))
     told = [fact.value for fact in fingerprints.of_layers(graph) if "ones" in fact.what]
     assert told
     assert all("where ranks compute" in text and "cpu" not in text for text in told)
@@ -235,13 +230,6 @@ def test_an_optimizer_that_cannot_be_made_of_all_parameters_is_told_and_not_rais
 
 
 def test_a_tensor_that_a_kind_of_device_computed_is_compared_among_its_ranks():
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.table = nn.Linear(4, 4), torch.arange(4.0).sin()
-
-        def forward(self, x):
-            return self.linear(x) * self.table
-
-    graph = trace(Table(), (torch.randn(2, 4),))
+    parts = {"linear": nn.Linear(4, 4), "table": torch.arange(4.0).sin()}
+    graph = trace(model_of(lambda self, x: self.linear(x) * self.table, **parts), (torch.randn(2, 4),))
     assert {f.among for f in fingerprints.of_layers(graph) if f.what.startswith("the tensor")} == {"cpu"}
