@@ -32,15 +32,9 @@ LITERALS = """
     0F0 0F1 0B0 0B1
     1F0 1F1 1B0 1B1
     2F0 2B0 2F1 2B1
-1f1b: 0 1 2; 1 micro-batches, 2 extra
-    0F0 0B0
-    1F0 1B0
-    2F0 2B0
 1f1b: 0,1 2; 2 micro-batches, 0 extra
     0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
     2F0 2B0 2F1 2B1
-1f1b: 0; 2 micro-batches, 3 extra
-    0F0 0B0 0F1 0B1
 gpipe: 0 1; 3 micro-batches, 0 extra
     0F0 0F1 0F2 0B0 0B1 0B2
     1F0 1F1 1F2 1B0 1B1 1B2
