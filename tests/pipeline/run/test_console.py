@@ -196,20 +196,14 @@ def test_a_line_holds_what_the_step_did_in_both_directions():
     }
 
 
-def test_the_file_has_a_line_a_step_as_soon_as_the_step_is_over(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_the_file_has_a_line_a_step_as_soon_as_it_is_over_and_null_for_what_is_no_number(tmp_path):
+    path, found = tmp_path / "metrics.jsonl", []
     with JsonLog(path) as metrics:
-        for step in range(3):
-            metrics.append(step_line(report(step)))
-            written = path.read_text().splitlines()
-            assert [json.loads(line)["step"] for line in written] == list(range(step + 1))
-
-
-def test_a_loss_that_is_no_number_is_null_since_json_has_no_word_for_it(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with JsonLog(path) as metrics:
-        metrics.append(step_line(report(loss=float("nan"))))
-    assert '"loss": null' in path.read_text()
+        for step, loss in enumerate((1.5, float("nan"), 0.5)):
+            metrics.append(step_line(report(step, loss=loss)))
+            found = [json.loads(line) for line in path.read_text().splitlines()]
+            assert [one["step"] for one in found] == list(range(step + 1))
+    assert [one["loss"] for one in found] == [1.5, None, 0.5]
 
 
 def test_the_summary_adds_up_the_steps():
