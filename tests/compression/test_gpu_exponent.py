@@ -1,4 +1,4 @@
-"""The exponent codec on a GPU, alone and behind zero_value: the CPU's bytes, plans and refusals."""
+"""The exponent codec on a GPU, alone and behind zero_value: the CPU's bytes and plans, and damage."""
 
 import random
 from itertools import product
@@ -23,7 +23,7 @@ from penstock.compression.zero_value import unpack_masked
 pytest.importorskip("triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BOTH = "zero_value+exponent"
-ROUNDS = 24 if INTERPRETED else 2000
+ROUNDS, NUM_WORDS = 24 if INTERPRETED else 2000, BLOCK + 1536
 SIZES = (0, 1, 1023, 1024, 1025, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1501)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -149,6 +149,8 @@ def judged(header: Header, payload: Tensor, mask: int | None, out: Tensor) -> bo
 
 def places_to_damage(payload: Tensor, num_words: int, start: int, bits: int) -> list[range]:
     """Places of numbers that others rely on, in an exponent payload from byte ``start``, and all of it."""
+    if not num_words:  # of zero_value alone: its bitmap, its offsets, and all of it
+        return [range(sections(NUM_WORDS).offsets), range(sections(NUM_WORDS).values), range(len(payload))]
     parts = layout(num_words, bits, int(payload[start]))
     tail, whole_blocks = start + parts.tail, 8 * (num_words // BLOCK)
     last = tail + int(payload[start + parts.offsets :][:whole_blocks].view(torch.int64)[-1:].sum())
@@ -162,8 +164,8 @@ class Sample(NamedTuple):
 
     frame: Tensor
     mask: Tensor | None
-    start: int  # of the exponent payload in the payload
-    num_words: int  # in that
+    start: int = 0  # of the exponent payload in the payload
+    num_words: int = 0  # in that
 
 
 def sample(codec: str, dtype: torch.dtype, num_words: int, seed: int) -> Sample:
@@ -171,6 +173,8 @@ def sample(codec: str, dtype: torch.dtype, num_words: int, seed: int) -> Sample:
     if codec == "exponent":
         return Sample(encode(tensor, codec), None, 0, num_words)
     sparse = tensor.relu()
+    if codec == "zero_value":
+        return Sample(encode(sparse, codec), None)
     frame, count = encode(sparse, BOTH), int((sparse != 0).sum())
     if codec == BOTH:
         return Sample(frame, None, sections(num_words).values, count)
@@ -179,10 +183,10 @@ def sample(codec: str, dtype: torch.dtype, num_words: int, seed: int) -> Sample:
 
 @pytest.mark.slow
 @every_dtype
-@pytest.mark.parametrize("codec", ["exponent", BOTH, "masked"])
+@pytest.mark.parametrize("codec", ["zero_value", "exponent", BOTH, "masked"])
 def test_a_damaged_payload_is_judged_as_on_the_cpu(codec: str, dtype: torch.dtype, device: str) -> None:
     """Payload and words end at unreadable pages, where there are pages."""
-    source, num_words, refused, bitmap, there = random.Random(0), BLOCK + 1536, 0, None, None
+    source, num_words, refused, bitmap, there = random.Random(0), NUM_WORDS, 0, None, None
     tries = (sample(codec, dtype, num_words, seed) for seed in range(1000))
     frame, mask, start, count = next(one for one in tries if one.frame.numel() % 64 == 0)
     header, payload = read_header(frame), payload_of(frame)
@@ -197,7 +201,7 @@ def test_a_damaged_payload_is_judged_as_on_the_cpu(codec: str, dtype: torch.dtyp
         damaged.copy_(payload)
         for _ in range(source.randint(0 if i % 9 == 0 else 1, 2)):
             damaged[source.choice(source.choice(where))] ^= source.choice([1, 128, source.randint(1, 255)])
-        if i % 4 == 3:  # escapes where there were none, perhaps more than the last block has bytes for
+        if i % 4 == 3 and count:  # escapes where there were none, perhaps more than a block has bytes for
             run = source.choice(where[4:7])
             damaged[run.start + 8 : run.stop] |= source.choice([1, 16, 255])
         out = integers(words.view(dtype)) if device == "cpu" else twin.to(device)
@@ -205,6 +209,10 @@ def test_a_damaged_payload_is_judged_as_on_the_cpu(codec: str, dtype: torch.dtyp
         assert wrong != judged(header, damaged, bitmap, twin)
         assert wrong or torch.equal(out.cpu(), twin)
         refused += wrong
+        if wrong and i % 8 == 0:
+            whole = torch.cat([frame[: -len(payload)], damaged]).to(device)
+            with pytest.raises(CodecError, match="it was damaged"):
+                frames.decode(whole, mask=None if mask is None else mask.to(device))
     assert ROUNDS // 3 < refused < ROUNDS
 
 

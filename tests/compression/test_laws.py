@@ -37,14 +37,6 @@ def test_words_come_back(name: str, dtypes: list[torch.dtype], size: int, densit
         assert len(found) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_all_instruction_sets_write_the_same_bytes(name: str) -> None:
-    floats = torch.randn(100_000).relu()
-    for tensor in (floats, floats.half(), floats.bfloat16(), floats.int(), floats.long() * 9 - 7, floats > 1):
-        payload, *others = (packed(on[name], tensor)[1] for on in ON.values())
-        assert all(torch.equal(payload, other) for other in others)
-
-
 @pytest.mark.parametrize("isa", ON)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("raw", "exponent")])
 def test_damage_stays_within_its_memory(name: str, isa: str) -> None:

@@ -7,12 +7,13 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import checkout
 import pytest
 import torch
 from guarded import guarded
-from small_pipelines import pipeline_of
+from small_pipelines import model_of, pipeline_of
 from tensors import decoded
 from torch import Tensor, nn
 
@@ -116,27 +117,23 @@ class Lying:
             raise RuntimeError("a lie is enough")
 
 
-class Skipping(nn.Module):
+def skipping(self, x):
     """Two values cross the cut behind ``b``, and both have gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.r = (*(nn.Linear(32, 32) for _ in range(3)), nn.ReLU())
-
-    def forward(self, x):
-        h = self.r(self.a(x))
-        return self.c(h + self.r(self.b(h)))
+    h = self.r(self.a(x))
+    return self.c(h + self.r(self.b(h)))
 
 
-def pipeline(model, *, cuts=("b",), loss=nn.functional.mse_loss, micro_batches=2, ranks=None):
+def pipeline(forward=skipping, *, cuts=("b",), loss=nn.functional.mse_loss, micro_batches=2, ranks=None):
     options = {"cuts": list(cuts), "micro_batches": micro_batches, "ranks": ranks, "loss": loss}
+    layers: Any = {name: nn.Linear(32, 32) for name in "abc"}
+    model = model_of(forward, **layers, r=nn.ReLU())
     return pipeline_of(model, example=(torch.randn(2, 32),), **options)
 
 
 def lying(op: str, name: str, *, rank: int = 0, **options):
     """A pipeline of which ``rank`` sends a lie."""
     torch.manual_seed(0)
-    pipe = pipeline(Skipping(), **options)
+    pipe = pipeline(**options)
     frames = pipe.engine.frames
     if pipe.rank == rank:
         inner = frames.transport
@@ -176,16 +173,15 @@ def test_a_lying_rank_is_named_on_ranks(ranks) -> None:
 
 
 def test_a_gradient_may_be_none_where_nothing_leads_one_back() -> None:
-    class Detached(Skipping):
-        def forward(self, x):
-            h = self.r(self.a(x))
-            return self.c(h.detach() + self.r(self.b(h.detach())))
+    def detached(self, x):
+        h = self.r(self.a(x))
+        return self.c(h.detach() + self.r(self.b(h.detach())))
 
-    pipe, x = pipeline(Detached(), cuts=("r",)), torch.randn(4, 32)
+    pipe, x = pipeline(detached, cuts=("r",)), torch.randn(4, 32)
     pipe.step(x, x)
     returns = [route[1].returns for route in pipe.steps.step("train", [(x[:2],)])[0].routes.values()]
     assert returns == [frozenset()]
-    pipe = pipeline(Skipping())
+    pipe = pipeline()
     messages, _ = pipe.steps.step("train", [(x[:2],)])
     back = [m for sent in messages.sends.values() for m in sent if m.op.value == "B"]
     assert len(back) == 2
@@ -196,10 +192,10 @@ def test_a_loss_that_reads_no_outputs_is_refused() -> None:
     def nothing(outputs, targets):
         return torch.zeros((), requires_grad=True)
 
-    pipe, x = pipeline(Skipping(), loss=nothing), torch.randn(4, 32)
+    pipe, x = pipeline(loss=nothing), torch.randn(4, 32)
     with pytest.raises(StageError, match=r"found None; a loss .* outputs.sum\(\) \* 0"):
         pipe.step(x, x)
-    pipe = pipeline(Skipping(), loss=lambda outputs, targets: outputs.sum() * 0)
+    pipe = pipeline(loss=lambda outputs, targets: outputs.sum() * 0)
     assert pipe.step(x, x).loss == 0
 
 
@@ -212,11 +208,7 @@ def turned(x):
 
 
 def test_a_value_that_lies_otherwise_than_traced_is_refused_where_it_is_made() -> None:
-    class Turning(Skipping):
-        def forward(self, x):
-            return self.c(turned(self.b(x)))
-
-    pipe, x = pipeline(Turning(), cuts=("turned",)), torch.randn(4, 32)
+    pipe, x = pipeline(lambda self, x: self.c(turned(self.b(x))), cuts=("turned",)), torch.randn(4, 32)
     pipe.step(x, x)
     TURNED.append(True)
     try:

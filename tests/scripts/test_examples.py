@@ -7,21 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkout
 import pytest
 from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
-PLAIN = [sys.executable]
-RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+PLAIN, RANKS = (), ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 def run(start, example, *arguments, folder):
-    done = subprocess.run(
-        [*start, str(EXAMPLES / example), *arguments], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    words = (*start, str(EXAMPLES / example), *arguments)
+    return checkout.run(*words, cwd=folder, seconds=400, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.slow

@@ -61,7 +61,6 @@ def test_ranks_that_end_well_raise_nothing_and_leave_nothing(tmp_path, monkeypat
         ("stop", "0", Lost, r"rank 0 \(stage 0\) was stopped or hangs: .*; rank 1: a neigh"),
         ("exit", "1", PenstockError, "rank 1: SystemExit: 3; its traceback is in"),
         ("raise", "1", PenstockError, "rank 1, stage 1, forward of micro-batch 2: the sky fell"),
-        ("have a bug", "1", PenstockError, "rank 1: ValueError: no such thing"),
     ],
 )
 def test_the_cause_is_told_and_not_its_consequence(what, which, kind, told, tmp_path, monkeypatch, capfd):

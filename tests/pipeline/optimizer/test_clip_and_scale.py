@@ -9,7 +9,7 @@ import torch
 from cases import OPTIMIZERS, Case, loud, parameters, plan_of
 from law import differences, thread_differences
 from reference import plain_loop, same_bits
-from small_pipelines import profile_of
+from small_pipelines import model_of, profile_of
 from torch import nn
 from zoo import build, cross_entropy
 
@@ -137,13 +137,6 @@ def test_ranks_skip_and_move_alike(case, tmp_path):
     assert thread_differences(case, tmp_path) == []
 
 
-class Modulus(nn.Module):
-    """From complex to real."""
-
-    def forward(self, x):
-        return x.abs()
-
-
 def pipeline(scaler, **settings):
     plan, _ = plan_of(Case(model="mlp", cuts=3))
     model, batches = build("mlp")
@@ -228,7 +221,8 @@ def test_a_scale_that_is_none_is_refused(scaler):
     ids=str,
 )
 def test_parameters_that_a_grad_scaler_has_no_kernel_for_are_refused_unless_frozen(dtype, told, scaler):
-    model, example = nn.Sequential(nn.Linear(6, 8, dtype=dtype), Modulus()), (torch.ones(3, 6, dtype=dtype),)
+    modulus, example = model_of(lambda self, x: x.abs()), (torch.ones(3, 6, dtype=dtype),)
+    model = nn.Sequential(nn.Linear(6, 8, dtype=dtype), modulus)
     plan = penstock.partition(profile_of(model, example), stages=1, micro_batches=2)
     settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS["sgd"], "scaler": scaler}
     with pytest.raises(penstock.PlanError, match=told):

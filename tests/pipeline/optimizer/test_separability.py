@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from cases import Case, plan_of
+from disagreements import by_name
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zoo import build, cross_entropy
@@ -67,16 +68,6 @@ ByTheCount = rule("ByTheCount", lambda p, group, every: p.grad / len(every))
 class NeedsClosure(Rule):
     def step(self, closure):  # type: ignore[override]
         return closure()
-
-
-def by_name(named):
-    return torch.optim.AdamW(
-        [
-            {"params": [p for n, p in named if n.endswith("weight")], "lr": 0.01},
-            {"params": [p for n, p in named if not n.endswith("weight")], "weight_decay": 0.0},
-        ],
-        lr=0.1,
-    )
 
 
 def by_place(named):
@@ -198,7 +189,7 @@ def test_what_only_begins_as_an_optimizer_of_torch_is_tried():
 @pytest.mark.parametrize(
     "optimizer",
     [
-        by_name,
+        by_name(0.1),
         lambda named: torch.optim.SGD([p for _, p in named], lr=torch.tensor(0.1)),
         lambda named: torch.optim.SGD([p for _, p in named if p.dim() == 1], lr=0.1),
         lambda named: torch.optim.SGD([p for n, p in named if n.startswith("1.")], lr=0.1),

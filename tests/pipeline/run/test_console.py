@@ -5,10 +5,10 @@ import dataclasses
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import checkout
 import pytest
 from commands import SMALL, lines, trained
 from reports import PLAN, report
@@ -231,20 +231,14 @@ def test_a_line_holds_what_the_step_did_in_both_directions():
     }
 
 
-def test_the_file_has_a_line_a_step_as_soon_as_the_step_is_over(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_the_file_has_a_line_a_step_as_soon_as_it_is_over_and_null_for_what_is_no_number(tmp_path):
+    path, found = tmp_path / "metrics.jsonl", []
     with JsonLog(path) as metrics:
-        for step in range(3):
-            metrics.append(step_line(report(step)))
-            written = path.read_text().splitlines()
-            assert [json.loads(line)["step"] for line in written] == list(range(step + 1))
-
-
-def test_a_loss_that_is_no_number_is_null_since_json_has_no_word_for_it(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with JsonLog(path) as metrics:
-        metrics.append(step_line(report(loss=float("nan"))))
-    assert '"loss": null' in path.read_text()
+        for step, loss in enumerate((1.5, float("nan"), 0.5)):
+            metrics.append(step_line(report(step, loss=loss)))
+            found = [json.loads(line) for line in path.read_text().splitlines()]
+            assert [one["step"] for one in found] == list(range(step + 1))
+    assert [one["loss"] for one in found] == [1.5, None, 0.5]
 
 
 def test_the_summary_adds_up_the_steps():
@@ -316,10 +310,10 @@ def test_a_stage_report_travels_as_numbers():
     assert type(StageReport.of(StageReport(peak_bytes=5).numbers()).peak_bytes) is int
 
 
-TRAIN = [
-    sys.executable, "-m", "penstock.scripts.command", "train", "model=mlp", "data=digits", "ranks=1",
-    "stages=2", "epochs=2", "max_steps=3", "batch_size=600", "threads=1",
-]  # fmt: skip
+TRAIN = (
+    "-m penstock train model=mlp data=digits ranks=1 stages=2 epochs=2 max_steps=3 batch_size=600 threads=1"
+    " logger=[csv,tensorboard,wandb]"
+)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -405,20 +399,13 @@ def test_tensorboard_and_wandb_read_what_a_run_wrote(tmp_path):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
     run = tmp_path / "run"
-    done = subprocess.run(
-        [*TRAIN, f"hydra.run.dir={run}", "logger=[csv,tensorboard,wandb]"],
-        capture_output=True, text=True, timeout=400, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stdout
-    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "failed" not in checkout.run(*TRAIN.split(), f"hydra.run.dir={run}", cwd=tmp_path, seconds=400)
+    losses = [line["loss"] for line in lines(run)]
     assert [row["loss"] for row in rows(run) if row["loss"]] == list(map(str, losses))
     assert [path.name for path in run.glob("wandb/offline-run-*/*.wandb")]
     assert not (tmp_path / "wandb").exists()
-    read = subprocess.run(
-        [sys.executable, "-c", READ, str(run)], capture_output=True, text=True, timeout=400, check=True
-    )
-    events, history, options = json.loads(read.stdout.splitlines()[-1])
+    read = checkout.run("-c", READ, str(run), cwd=tmp_path, seconds=400)
+    events, history, options = json.loads(read.splitlines()[-1])
     assert events == pytest.approx(losses)
     assert history == losses
     assert "model" in options

@@ -30,14 +30,8 @@ def own(monkeypatch, tmp_path):
     return lambda fault: monkeypatch.setenv("FAULT", fault)
 
 
-def failed(process, folder, *, seconds=90):
-    """The last line of a run that fails, which must have left no process and nothing half written."""
-    code, out, error, _ = ended(process, seconds=seconds)
-    assert code == 2, out + error
-    return left(folder, error)
-
-
 def left(folder, error):
+    """The last line of a run that failed, which must have left no process and nothing half written."""
     assert not ranks_in(folder / "run")
     assert not list((folder / "run").rglob("*.part"))
     return error.splitlines()[-1]
@@ -98,7 +92,9 @@ def test_a_rank_that_is_stopped_before_the_ranks_meet_is_named(tmp_path):
         time.sleep(0.01)
     os.kill(ranks[1], signal.SIGSTOP)
     told = r"penstock: rank 1 \(stage 1\) was stopped or hangs: .*rank 1 of 2 did not join within 15 s"
-    assert re.match(told, said := failed(process, tmp_path)), said
+    code, out, error, _ = ended(process, seconds=90)
+    assert code == 2, out + error
+    assert re.match(told, said := left(tmp_path, error)), said
 
 
 def test_a_worker_of_a_loader_that_dies_is_named_with_its_rank(own, tmp_path, monkeypatch, capfd):

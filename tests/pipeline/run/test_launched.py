@@ -15,6 +15,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch.distributed as dist
+from checkout import run
 from commands import DEADLY, SMALL, same_model, trained
 from processes import children, free_port
 
@@ -116,12 +117,8 @@ def same_as_in_one_process(folder, options):
 
 def test_torchrun_launches_them_with_the_same_bits(tmp_path):
     job = [*JOB, "threads=1"]
-    done = subprocess.run(
-        [*TORCHRUN, "--nproc-per-node", "2", "-m", "penstock", "train", *job, "hydra.run.dir=theirs"],
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0
+    words = "--nproc-per-node", "2", "-m", "penstock", "train", *job, "hydra.run.dir=theirs"
+    run(*TORCHRUN[1:], *words, cwd=tmp_path, seconds=240)
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
     trained(f"{' '.join(job)} hydra.run.dir=ours ranks=1")
     assert same_model("ours", "theirs")

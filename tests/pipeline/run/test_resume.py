@@ -10,7 +10,7 @@ import pytest
 from commands import SMALL, losses, refusal, same_model, same_run, summary, trained
 
 from penstock import ConfigError, PlanError
-from penstock.conf.parts import CacheConfig, CheckpointConfig
+from penstock.conf.parts import CacheConfig, CheckpointConfig, ReplicasConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run import train
 from penstock.pipeline.run.resume import check, position
@@ -130,11 +130,17 @@ def notes(**more):
     return {"config": json.loads(json.dumps(dataclasses.asdict(TrainConfig(**more))))}
 
 
+TWO = {"replicas": ReplicasConfig(count=[1, 1])}
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "said"),
     [
         ({"threads": 2}, {"threads": 1}, ["bits may differ .*: threads=2 was 1"]),
         ({"micro_batches": 4}, {}, ["bits may differ .*: micro_batches=4 was 8"]),
+        ({"replicas": ReplicasConfig(count=2), "ranks": 2}, TWO, ["bits may differ .*replicas.count=2 was"]),
+        ({"replicas": ReplicasConfig(count=2, exact=True), "ranks": 2}, TWO, []),
+        ({"ranks": 2}, TWO, []),
         ({"codec": "exponent"}, {"codec": "raw"}, []),
         ({"ranks": 3, "schedule": "gpipe", "deadline": 5}, {}, []),
         ({"epochs": 9, "detect_anomaly": True}, {}, []),

@@ -257,13 +257,9 @@ def test_steps_are_watched_again_after(again):
         pipe.step(x, y)
 
 
-class Own(nn.Module):
-    def __init__(self, norm, what):
-        super().__init__()
-        self.first, self.norm, self.what = nn.Linear(6, 8), norm, what
-
-    def forward(self, x):
-        return self.what(self.norm, self.first(x))
+def own(norm, what):
+    layers = {"first": nn.Linear(6, 8), "norm": norm, "what": what}
+    return model_of(lambda self, x: self.what(self.norm, self.first(x)), **layers)
 
 
 class Normed(nn.BatchNorm1d):
@@ -286,11 +282,11 @@ def check(model):
 )
 def test_statistics_that_a_forward_uses_by_itself_are_refused(norm, what):
     with pytest.raises(penstock.PlanError, match=r"a forward that uses norm\.\w+ by itself"):
-        check(Own(norm(8), what))
+        check(own(norm(8), what))
 
 
 def test_statistics_that_are_only_read_where_nobody_writes_them_are_as_good_as_any_buffer():
-    check(Own(nn.BatchNorm1d(8).eval(), lambda norm, x: norm(x) + norm.running_mean))
+    check(own(nn.BatchNorm1d(8).eval(), lambda norm, x: norm(x) + norm.running_mean))
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -309,12 +305,12 @@ def test_a_parameter_that_some_replicas_froze_is_refused(exact, later):
         model.first.weight.requires_grad_(rank == 0 or step < later)
 
     with pytest.raises(penstock.PenstockError, match=r"first\.weight of stage 0 requires a gradient on some"):
-        trained(Own(nn.Tanh(), lambda norm, x: norm(x)), exact=exact, before=freeze)
+        trained(own(nn.Tanh(), lambda norm, x: norm(x)), exact=exact, before=freeze)
 
 
 @pytest.mark.parametrize(("exact", "sharded"), [(False, False), (False, True), (True, True)])
 def test_frozen_parameters_of_eight_bits_are_left_where_they_are(exact, sharded):
-    model = Own(nn.Tanh(), lambda norm, x: norm(x) * norm.scale.float())
+    model: Any = own(nn.Tanh(), lambda norm, x: norm(x) * norm.scale.float())
     model.norm.scale = nn.Parameter(torch.rand(8).to(torch.float8_e4m3fn), requires_grad=False)
     assert trained(model, exact=exact, sharded=sharded) == [2, 2]
 
@@ -464,7 +460,7 @@ def test_a_norm_may_be_called_by_keyword_and_with_gaps_where_sums_are_not_exact(
     ],
 )
 def test_statistics_that_a_larger_layer_uses_by_itself_are_refused(what):
-    model: Any = Own(nn.BatchNorm1d(8), what)
+    model: Any = own(nn.BatchNorm1d(8), what)
     statistics = RunningStatistics({"layer.norm": model.norm}, inside={"layer.norm"})
     refused = pytest.raises(penstock.StageError, match=r"a layer that uses layer\.norm\.\w+ by itself")
     with statistics.forward(0), refused:

@@ -1,5 +1,6 @@
 """A step that breaks off leaves all of its update or nothing, or the pipeline refuses to go on."""
 
+import contextlib
 import copy
 import dataclasses
 import faulthandler
@@ -34,19 +35,17 @@ def same(pipe, state):
     return found["step"] == state["step"] and same_tree(found["model"], state["model"])
 
 
-def press(seconds):
-    """Press Ctrl-C after some seconds."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
-
-
-def interrupted_step(pipe, batch, seconds):
-    timer = press(seconds)
+@contextlib.contextmanager
+def interrupts(*seconds):
+    """Press Ctrl-C after so many seconds each, while the block runs or behind it."""
+    timers = [threading.Timer(one, os.kill, (os.getpid(), signal.SIGINT)) for one in seconds]
+    for timer in timers:
+        timer.start()
     try:
-        pipe.step(*batch)
+        yield
     finally:
-        timer.join()
+        for timer in timers:
+            timer.join()
 
 
 @pytest.mark.parametrize(
@@ -68,8 +67,8 @@ def test_a_storm_of_interrupts_leaves_whole_steps(tiers, monkeypatch, pytestconf
             pipe.load_state_dict(states[0])
         before = pipe.num_steps
         pause = chance.uniform(0.1, 1.5) * chance.choice((1, 12)) * seconds  # some steps are watched
-        with pytest.raises(KeyboardInterrupt):
-            interrupted_step(pipe, batches[before % 2], pause)
+        with pytest.raises(KeyboardInterrupt), interrupts(pause):
+            pipe.step(*batches[before % 2])
         seen.add(pipe.num_steps - before)
         assert same(pipe, states[pipe.num_steps])
     faulthandler.cancel_dump_traceback_later()
@@ -113,11 +112,8 @@ def test_a_pipeline_is_for_one_thread_at_a_time(monkeypatch):
 def test_a_second_interrupt_ends_it_at_once_and_nothing_goes_on(monkeypatch):
     pipe, x = slow_pipeline()
     monkeypatch.setattr(Slow, "at", 20.0)
-    timers = [press(0.2), press(0.4)]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupts(0.2, 0.4):
         pipe.step(x, x)
-    for timer in timers:
-        timer.join()
     for go_on in (lambda: pipe.step(x, x), pipe.state_dict, lambda: penstock.save(pipe, "there")):
         with pytest.raises(StageError, match="interrupted in the middle of an instruction does nothing more"):
             go_on()

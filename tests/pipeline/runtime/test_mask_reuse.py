@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import Case, pipeline_with_batches
 from reference import same_bits
+from small_pipelines import model_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,11 +67,6 @@ def watched(x):
     return x
 
 
-class Watched(nn.Module):
-    def forward(self, x):
-        return watched(F.relu(x))
-
-
 HOOKED, PATCHED = nn.ReLU(), nn.ReLU()
 HOOKED.register_full_backward_hook(lambda *_: None)
 PATCHED.forward = lambda input: F.relu(input) - 1
@@ -89,7 +85,7 @@ PROVEN = {
     "gelu": ([nn.GELU()], False),
     "hardtanh": ([nn.Hardtanh(-1.0, 1.0)], False),
     "watched by a hook": ([HOOKED], False),
-    "watched by a hook on its output": ([Watched()], False),
+    "watched by a hook on its output": ([model_of(lambda self, x: watched(F.relu(x)))], False),
     "patched": ([PATCHED], False),
     "a view of one": ([nn.ReLU(), nn.Flatten()], False),
     "written to afterwards": ([nn.ReLU6(), nn.Dropout(inplace=True)], False),

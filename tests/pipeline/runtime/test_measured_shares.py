@@ -135,12 +135,9 @@ SECONDS = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)
 @pytest.mark.parametrize(
     ("seconds", "number", "counts"),
     [
-        ((1, 1), 8, (4, 4)),
-        ((1, 3), 8, (6, 2)),
         ((1, 2), 8, (5, 3)),
         ((1, 8), 9, (8, 1)),
         ((1, 100), 8, (7, 1)),  # or nobody would see it become faster
-        ((100, 1, 100), 3, (1, 1, 1)),
         ((1, 1, 2), 1, (1, 0, 0)),
         ((2, 1, 1), 8, (2, 3, 3)),
         ((1, 1, 1), 8, (3, 3, 2)),

@@ -1,8 +1,11 @@
 """Sources of the values of a model on the meta device: unsuitable ones are refused by name."""
 
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_pipelines import model_of
 from torch import nn
 from valueless import pipeline_of, plan_of
 from valueless import without_values as bare
@@ -12,23 +15,14 @@ import penstock
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(6, dtype=torch.int64)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
-        self.register_buffer("shift", torch.ones(4), persistent=False)
-        self.register_buffer("idle", torch.ones(2))
-        self.unused = nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        return self.b(self.norm(self.a(x)) + self.shift)
-
-
 def filled(name, tensor):
     tensor.fill_(0.5)
 
 
-WHOLE = Net()
+PARTS = {"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "b": nn.Linear(4, 3)}
+PARTS |= {"shift": nn.Buffer(torch.ones(4), persistent=False), "idle": nn.Buffer(torch.ones(2))}
+PARTS |= {"unused": nn.Parameter(torch.ones(2))}
+WHOLE: Any = model_of(lambda self, x: self.b(self.norm(self.a(x)) + self.shift), **PARTS)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +64,7 @@ def test_without_a_file_all_are_asked_for_once_by_their_first_names(job):
 
 
 def test_a_parameter_in_the_file_counts_though_the_model_has_values_for_it(job):
-    model = bare(WHOLE)
+    model: Any = bare(WHOLE)
     kept = model.a.weight = nn.Parameter(torch.zeros(4, 4))
     job(model=model).close()
     assert model.a.weight is kept

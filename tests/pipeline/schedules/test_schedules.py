@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from itertools import product
 
 import pytest
 from programs import PER_RANK, laid, most_in_flight, on_paper
@@ -33,15 +32,9 @@ LITERALS = """
     0F0 0F1 0B0 0B1
     1F0 1F1 1B0 1B1
     2F0 2B0 2F1 2B1
-1f1b: 0 1 2; 1 micro-batches, 2 extra
-    0F0 0B0
-    1F0 1B0
-    2F0 2B0
 1f1b: 0,1 2; 2 micro-batches, 0 extra
     0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
     2F0 2B0 2F1 2B1
-1f1b: 0; 2 micro-batches, 3 extra
-    0F0 0B0 0F1 0B1
 gpipe: 0 1; 3 micro-batches, 0 extra
     0F0 0F1 0F2 0B0 0B1 0B2
     1F0 1F1 1F2 1B0 1B1 1B2
@@ -98,14 +91,6 @@ def test_literals(name, stages_of_rank, number, extra, lines):
     assert [show(program) for program in programs] == lines
 
 
-@pytest.mark.parametrize("extra", [0, 1, 2])
-def test_one_f_one_b_keeps_no_more_in_flight_than_the_ranks_to_the_end(extra):
-    for num_ranks in (1, 2, 3, 5):
-        programs = one_f_one_b([[rank] for rank in range(num_ranks)], 40, extra_in_flight=extra)
-        found = [most_in_flight(program, [rank]) for rank, program in enumerate(programs)]
-        assert found == [1 + (num_ranks - 1 - rank) * (1 + extra) for rank in range(num_ranks)]
-
-
 def test_interleaved_with_one_stage_a_rank_is_1f1b():
     for num_ranks in range(1, 6):
         stages = [[rank] for rank in range(num_ranks)]
@@ -142,7 +127,10 @@ def test_no_rank_holds_more_than_the_published_count(num_ranks):
         for rank in range(num_ranks):
             held = {name: most_in_flight(programs[name][rank], laid(name, num_ranks)[rank]) for name in ALL}
             links = num_ranks - 1 - rank
-            assert held["1f1b"] == held["async_1f1b"] == min(number, 1 + links)
+            assert held["async_1f1b"] == min(number, 1 + links)
+            for extra in range(3):
+                program = one_f_one_b(laid("1f1b", num_ranks), number, extra_in_flight=extra)[rank]
+                assert most_in_flight(program, [rank]) == min(number, 1 + links * (1 + extra))
             assert held["zb_h1"] <= num_ranks  # what 1F1B has on its first rank
             assert held["zbv"] <= 2 * num_ranks  # of stages half as long: the same
             assert held["dualpipev"] <= 2 * num_ranks + 1
@@ -156,12 +144,14 @@ def test_a_stream_goes_on_without_a_bubble():
     assert show(far) == ("1B999999997 0F999999999 2F999999998 0B999999997 2B999999998 1F999999999")
 
 
-def test_every_synchronous_schedule_runs_as_a_custom_one():
-    for name in (name for name in ALL if name != "async_1f1b"):
-        stages_of_rank = laid(name, 3)
+@pytest.mark.parametrize("name", ALL)
+def test_the_lines_of_a_schedule_place_its_stages_and_run_as_it_does(name):
+    for num_ranks in range(1, 7):
+        stages_of_rank = laid(name, num_ranks)
         programs = SCHEDULES[name](stages_of_rank, 5)
-        written = schedule_named("custom", [show(program) for program in programs])
-        assert written(stages_of_rank, 5) == programs
+        lines = show_programs(programs).splitlines()
+        assert placed(lines) == placement(name, stages=sum(map(len, stages_of_rank)), ranks=num_ranks)
+        assert name == "async_1f1b" or schedule_named("custom", lines)(stages_of_rank, 5) == programs
 
 
 def test_a_custom_schedule_leaves_out_the_micro_batches_that_a_step_lacks():
@@ -240,14 +230,6 @@ def test_stages_lie_as_neighbours_in_a_loop_or_in_a_vee():
     assert placement("dualpipev", stages=2, ranks=1) == (0, 0)
     assert placement("async_1f1b", stages=4, ranks=2) == placement("gpipe", stages=4, ranks=2) == (0, 0, 1, 1)
     assert stages_on((0, 1, 0, 2)) == [[0, 2], [1], [3]]
-
-
-def test_the_lines_of_a_schedule_place_its_stages_as_it_did():
-    for name, num_ranks in product((name for name in SCHEDULES if name != "custom"), range(1, 7)):
-        stages_of_rank = laid(name, num_ranks)
-        lines = show_programs(SCHEDULES[name](stages_of_rank, 3)).splitlines()
-        num_stages = sum(map(len, stages_of_rank))
-        assert placed(lines) == placement(name, stages=num_stages, ranks=num_ranks)
 
 
 def test_rounds_are_as_equal_as_can_be_and_no_shorter_than_the_ranks():

@@ -110,26 +110,6 @@ def test_no_window_helps_a_circle():
         smallest_window(programs, num_micro_batches=2, edges=[(0, 1)])
 
 
-@pytest.mark.parametrize(
-    ("lines", "order"),
-    [
-        (
-            ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"],
-            "0F0 1F0 0F1 1B0 0B0 1F1 0F2 1B1 0B1 1F2 1B2 0B2",
-        ),
-        (["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1"], "0F0 1F0 0F1 1I0 0B0 1F1 1I1 0B1 1W0 1W1"),
-        (["0F0 0F1 0I0 0W0 0B1", "1F0 1B0 1F1 1I1 1W1"], None),  # halves and whole backwards meet
-        (["0F0 0F1 0B0 0B1 0U", "1F0 1B0 1F1 1B1 1U"], None),  # updates may end the step of their stage
-    ],
-)
-def test_the_order_is_one_that_a_single_process_can_run(lines, order):
-    programs = [parse_program(line) for line in lines]
-    number = sum(each.op is Op.F for each in programs[0])
-    found = verify(programs, num_micro_batches=number, edges=[(0, 1)])
-    assert order in (None, show(found))
-    assert is_legal(found, programs, number, [(0, 1)])
-
-
 def test_an_update_follows_every_backward_of_an_asynchronous_stage():
     programs = [parse_program("0F0 1F0 0F1 1B0 1U 0B0 0U 1F1 1I1 1W1 1U 0B1 0U")]
     order = verify(programs, num_micro_batches=2, edges=[(0, 1)], asynchronous=True)

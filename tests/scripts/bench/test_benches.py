@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from checkout import ROOT
+from checkout import ROOT, run
 
 from penstock import PenstockError
 
@@ -101,10 +100,7 @@ RUNS = {
 def test_a_bench_runs_at_its_smallest_size(name: str, tmp_path: Path):
     file = BENCHES / f"{name.split()[0]}.py"
     words = [*shlex.split(RUNS[name]), "--results", str(tmp_path / "found" / "results.json")]
-    command = [sys.executable, str(file), *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == words[-1]
+    assert run(str(file), *words, cwd=tmp_path, seconds=400).splitlines()[-1] == words[-1]
     found = json.loads((tmp_path / "found" / "results.json").read_text())
     assert found.keys() >= FACTS
     assert found["command"] == shlex.join(["python", f"scripts/bench/{file.name}", *words])

@@ -1,7 +1,6 @@
 """Division of micro-batches by weight: literals, laws of any weights, shares that give out nothing."""
 
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,6 @@ from profiles import NET
 
 from penstock.compression.errors import PlanError
 from penstock.pipeline.partition.partition import partition
-from penstock.stages.plan.plan import Plan
 from penstock.stages.plan.plan_stage import counts_of, place_of, split_shares
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any).map(tuple)
@@ -64,16 +62,6 @@ def test_a_plan_deals_by_the_shares_of_its_stages_and_its_owners_stay():
     assert even == partition(NET, replicas=[2, 2], micro_batches=4, codec="raw").with_shares([(1, 1), ()])
     assert even.shares == ((1, 1), (1, 1))
     assert "shares" not in str(even)
-
-
-def test_a_plan_keeps_its_shares_in_a_file_and_one_without_has_none(tmp_path):
-    plan = partition(NET, replicas=[2, 1], shares=[3, 1, 1], codec="raw")
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
-    told = json.loads((tmp_path / "plan.json").read_text())
-    for stage in told["stages"]:
-        del stage["shares"]
-    assert Plan.of_json(told, "here") == plan.with_shares([(), ()])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from profiles import layer_of, measured, profile_of
+from small_pipelines import model_of
 from torch import nn
 
 from penstock import partition
@@ -107,12 +108,7 @@ class Mask(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0].to(gradient.dtype)
 
 
-class Masked(nn.Module):
-    def forward(self, x):
-        return Mask.apply(x)
-
-
 def test_what_torch_cannot_count_is_taken_to_have_no_zeros():
-    model = nn.Sequential(nn.Linear(6, 6), Masked(), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(6, 6), model_of(lambda self, x: Mask.apply(x)), nn.Linear(6, 2))
     masked = measured(model, torch.randn(4, 6))[1].layers[1]
     assert masked.saved_bytes == masked.packed_bytes == 4 * 6 * 2

@@ -4,12 +4,10 @@ hand.
 
 import contextlib
 import itertools
-from typing import Any
 
 import pytest
-from profiles import NET
 
-from penstock import PlanError, partition
+from penstock import PlanError
 from penstock.stages.plan.validation import check_again, check_mirror, check_versions, streams
 from penstock.stages.weight_versions.policies import POLICIES
 
@@ -68,14 +66,6 @@ def test_a_second_forward_sees_the_weights_of_the_first():
     for weights, prediction in (("latest", False), ("stashed", True)):
         with pytest.raises(PlanError, match=r"weights of the first time.*recompute=false"):
             check_again(weights=weights, prediction=prediction)
-
-
-def test_partition_asks_these_rules():
-    predicted: dict[str, Any] = {"parameters_tier": "host", "prediction": True}
-    again: dict[str, Any] = {"recompute": True}
-    for wishes, subject in ((predicted, "predicted weights"), (again, "runs again")):
-        with pytest.raises(PlanError, match=subject):
-            partition(NET, stages=2, codec="raw", schedule="async_1f1b", **wishes)
 
 
 def test_extra_in_flight_stays_for_synchronous_schedules():

@@ -12,16 +12,9 @@ from zoo import build
 from penstock.stages.profiling.dependencies import BACKWARD, FORWARD, KINDS, UPDATE, Compute, dependencies
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 4, bias=False)
-        self.b.weight.requires_grad_(False)
-        self.norm = nn.BatchNorm1d(4, affine=False)
-
-    def forward(self, x):
-        y = torch.relu_(self.norm(self.a(x)))
-        return y + self.b(y)
+def small(self, x):
+    y = torch.relu_(self.norm(self.a(x)))
+    return y + self.b(y)
 
 
 def graph_of(model, x, **options):
@@ -30,7 +23,9 @@ def graph_of(model, x, **options):
 
 def test_literals_of_a_small_network():
     torch.manual_seed(0)
-    found = graph_of(Net(), torch.randn(3, 6), optimizer_state=2.0, old_versions=[1, 1, 0, 0, 0])
+    frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    net = model_of(small, a=nn.Linear(6, 4), b=frozen, norm=nn.BatchNorm1d(4, affine=False))
+    found = graph_of(net, torch.randn(3, 6), optimizer_state=2.0, old_versions=[1, 1, 0, 0, 0])
     assert found.layers == ("a", "norm", "relu_", "b", "add")
     told = [(one.name, one.kind, one.layer, one.num_bytes) for one in found.data]
     assert told == [

@@ -24,18 +24,11 @@ from penstock.stages.profiling.saved_tensors import zero_count
 X = torch.arange(4 * 3 * 8 * 8).remainder(7).float().reshape(4, 3, 8, 8)
 
 
-class Net(nn.Module):
+def every_kind(self, x):
     """Every kind of intermediate data, and a value that two layers read."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2)
-        self.drop, self.end = nn.Dropout(0.5), nn.Linear(128, 10)
-
-    def forward(self, x):
-        y = F.relu(self.norm(self.conv(x)))
-        flat = self.drop(self.pool(y + torch.where(y > 0.5, y, 0.0)).flatten(1))
-        return self.end(flat)
+    y = F.relu(self.norm(self.conv(x)))
+    flat = self.drop(self.pool(y + torch.where(y > 0.5, y, 0.0)).flatten(1))
+    return self.end(flat)
 
 
 def profiled(model, x):
@@ -45,7 +38,9 @@ def profiled(model, x):
 @pytest.fixture(scope="module")
 def profile():
     torch.manual_seed(0)
-    return profiled(Net(), X)
+    parts = {"conv": nn.Conv2d(3, 8, 3, padding=1), "norm": nn.BatchNorm2d(8), "pool": nn.MaxPool2d(2)}
+    parts |= {"drop": nn.Dropout(0.5), "end": nn.Linear(128, 10)}
+    return profiled(model_of(every_kind, **parts), X)
 
 
 def test_every_storage_with_its_kind_its_maker_and_its_savers(profile):

@@ -3,10 +3,12 @@
 import collections
 import contextlib
 import gc
+from typing import Any
 
 import pytest
 import torch
 from reference import same_bits
+from small_pipelines import model_of
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -79,40 +81,20 @@ def all_same(found, expected):
     return all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
-class Ways(nn.Module):
+def ways(self, x):
     """A weight that is computed, one used twice, one that is read by itself, and one behind a Function."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c, self.scale = (nn.Parameter(torch.randn(8, 8)) for _ in range(4))
-        self.plain, self.twice = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.plain(self.twice(x) @ (self.a @ self.b.t()))
-        y = y @ NoGradientBack.apply(self.c, self.a)
-        return torch.addmm(self.scale[0], self.twice(y), self.scale) * self.scale[1]
+    y = self.plain(self.twice(x) @ (self.a @ self.b.t()))
+    y = y @ NoGradientBack.apply(self.c, self.a)
+    return torch.addmm(self.s[0], self.twice(y), self.s) * self.s[1]
 
 
-class Left(nn.Module):
+def left(self, x):
     """The weight stands on the left of what it multiplies, also of a stack of matrices."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 3, 4))
-
-    def forward(self, x):
-        return torch.bmm(self.b, (self.a @ x).expand(2, -1, -1))
+    return torch.bmm(self.b, (self.a @ x).expand(2, -1, -1))
 
 
-class Outputs(nn.Module):
-    """The first of what a module returns."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return self.module(x)[0]
+def weights(*shape, names) -> dict[str, Any]:
+    return {name: nn.Parameter(torch.randn(shape)) for name in names}
 
 
 def chain(*layers):
@@ -120,13 +102,16 @@ def chain(*layers):
 
 
 PIECES = {
-    "ways": (Ways, (5, 8)),
-    "left": (Left, (3, 5)),
+    "ways": (
+        lambda: model_of(ways, **weights(8, 8, names="abcs"), plain=nn.Linear(8, 8), twice=nn.Linear(8, 8)),
+        (5, 8),
+    ),
+    "left": (lambda: model_of(left, **weights(4, 3, names="a"), **weights(2, 3, 4, names="b")), (3, 5)),
     "linears": (chain((nn.Linear, 8, 6, {}), (nn.Linear, 6, 4, {"bias": False}), (nn.Tanh, {})), (3, 8)),
     "one_sample": (chain((nn.Linear, 8, 8, {}), (nn.LayerNorm, 8, {}), (nn.Linear, 8, 8, {})), (1, 8)),
     "sequence": (chain((nn.Linear, 8, 8, {}), (nn.GELU, {}), (nn.Linear, 8, 8, {})), (2, 5, 8)),
     "attention": (chain((nn.TransformerEncoderLayer, 8, 2, 16, {"dropout": 0.0})), (2, 5, 8)),
-    "lstm": (lambda: Outputs(nn.LSTM(8, 6, 2)), (4, 3, 8)),
+    "lstm": (lambda: model_of(lambda self, x: self.lstm(x)[0], lstm=nn.LSTM(8, 6, 2)), (4, 3, 8)),
     "conv1": (chain((nn.Conv1d, 4, 6, 3, {}), (nn.Conv1d, 6, 4, 3, {"dilation": 2})), (2, 4, 16)),
     "conv2": (chain((nn.Conv2d, 4, 8, 3, 2, 1, {"groups": 2}), (nn.Conv2d, 8, 8, 1, {})), (2, 4, 9, 9)),
     "dilated": (chain((nn.Conv2d, 4, 8, 3, {"dilation": 2}), (nn.Conv2d, 8, 3, 2, {})), (2, 4, 9, 9)),

@@ -5,24 +5,12 @@ import re
 import pytest
 import torch
 from reference import same_bits
-from small_pipelines import pipeline_of
+from small_pipelines import model_of, pipeline_of
 from torch import nn
 
 from penstock import PlanError, StageError
 
 NAN, INF = float("nan"), float("inf")
-
-
-class Net(nn.Module):
-    """Linear layers around ``middle``, which a test makes go wrong."""
-
-    def __init__(self, middle):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.middle = middle
-
-    def forward(self, x):
-        return self.b(self.middle(torch.relu(self.a(x)) + 1))
 
 
 BATCH = torch.randn(9, 6, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
@@ -32,10 +20,15 @@ def square(outputs, targets):
     return (outputs - nn.functional.one_hot(targets, 3)).square().mean()
 
 
+def around_middle(self, x):
+    return self.b(self.middle(torch.relu(self.a(x)) + 1))
+
+
 def made(function, *, cut="add", guard=True, **settings):
     """A guarded pipeline of two stages, and its model."""
     torch.manual_seed(1)
-    model, example = Net(function), (BATCH[0][:3].clone(),)
+    model = model_of(around_middle, a=nn.Linear(6, 8), b=nn.Linear(8, 3), middle=function)
+    example = (BATCH[0][:3].clone(),)
     settings = {"loss": square, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} | settings
     return pipeline_of(model, cuts=[cut], example=example, detect_anomaly=guard, **settings), model
 

@@ -1,7 +1,10 @@
-"""Stages of the layers of an evaluation: what training writes is read where it is written, or not at all."""
+"""Layers on their stages: what training writes is read where it is written, and who waits hears the walk."""
+
+from itertools import pairwise
 
 import pytest
 import torch
+from cases import Case, pipeline_with_batches
 from small_pipelines import model_of, pipeline_of
 from torch import nn
 
@@ -41,3 +44,27 @@ def test_an_evaluation_that_needs_what_an_earlier_stage_holds_is_refused(forward
     pipe.step(x, torch.zeros(3, 4))
     with pytest.raises(penstock.PlanError, match=f"{said}.*needs what stage 0 holds.*cut elsewhere"):
         pipe.evaluate(x)
+
+
+@pytest.mark.parametrize("tier", [pytest.param("device", marks=pytest.mark.slow), "packed"])
+def test_every_layer_is_told_when_it_is_done_and_which_comes_next(tier):
+    case = Case(model="resnet18", cuts=["relu", "layer1_0_relu_1"], tier=tier, micro_batches=2, steps=1)
+    pipe, batches = pipeline_with_batches(case)
+    told = {index: [] for index in pipe.stages}
+    with pytest.MonkeyPatch.context() as patch:
+        for index, stage in pipe.stages.items():
+
+            def listen(done, following, *, index=index):
+                told[index].append((done, following))
+
+            patch.setattr(stage, "observers", (*stage.observers, listen))
+        pipe.step(*batches[0])
+        routes = pipe.meter.step.messages.routes[0]
+        wanted = {
+            index: list(pairwise([None, *(visit.layer for visit in routes[index].visits), None]))
+            for index in pipe.stages
+        }
+        before = {index: list(calls) for index, calls in told.items()}
+        pipe.evaluate(batches[0][0])
+    assert told == before == {index: calls * case.micro_batches for index, calls in wanted.items()}
+    pipe.close()
