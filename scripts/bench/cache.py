@@ -19,7 +19,7 @@ from harness import Options, Results, alternate, medians, spread
 
 from penstock.compression.errors import TransportError
 from penstock.pipeline.data.cache.client import Client
-from penstock.pipeline.data.cache.policies import POLICIES
+from penstock.pipeline.data.cache.policies import POLICIES, policy
 from penstock.pipeline.data.cache.wire import PAGE_BYTES, Hello, pages_of
 from penstock.stages.units import parse_bytes
 
@@ -73,7 +73,7 @@ def simulated(asked: Options, results: Results) -> None:
             for number in range(jobs)
         ]
         for name in asked.policies:
-            trace = simulate(loads, POLICIES[name](slots))
+            trace = simulate(loads, policy(name, slots))
             best = optimum(trace.keys, slots)
             row = {"policy": name, "data": data, "jobs": jobs, "share": share, "hit_rate": trace.hit_rate()}
             row |= {"optimum": trace.hit_rate(best), "of_optimum": sum(trace.hits) / max(1, int(best.sum()))}
