@@ -6,6 +6,9 @@ be followed by the next. All ranks end it together, with micro-batches in flight
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,11 +21,12 @@ from ...compression.frame import written_by
 from ...stages.memory.prefetch import Pass
 from ...stages.plan.plan import Plan
 from ...stages.plan.validation import STREAM
-from ...stages.stage.value_routing import Route, edges, follow, routes, stage_of_layers
+from ...stages.stage.value_routing import Route, edges, follow, follow_cuts, routes, stage_of_layers
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.guards import ModelGuards
-from ...stages.tracing.layers import Layer, Traced
+from ...stages.tracing.layers import Layer, Traced, names_of
 from ...stages.tracing.shape_inference import Shapes
+from ...stages.tracing.skeleton import Skeleton
 from ...stages.tracing.tracer import LayerGraph
 from ..distributed.process_group import World
 from ..schedules.async_1f1b import StreamState, between
@@ -65,6 +69,22 @@ Inputs = Sequence[Sequence[torch.Tensor]]
 Planned = tuple[StepMessages, list[Instruction]]
 READS = (Op.B, Op.I, Op.W)  # what forwards saved
 KEPT = 256  # plans of steps; texts of varying length would make ever more
+MOST_RECORDED = 16  # runs of the model: shapes of inputs may lead it through other numbers
+
+
+class Recorded(NamedTuple):
+    """The model as it runs on inputs of some shapes, and by mode the stage of every layer."""
+
+    shapes: Shapes
+    stage_of: Mapping[str, Sequence[int]]
+
+    def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
+        """The trace of a mode, and the layers of one stage in it."""
+        traced = self.shapes.traced[mode]
+        if mode not in self.stage_of:
+            return traced, []
+        pairs = zip(traced.layers, self.stage_of[mode], strict=True)
+        return traced, [layer for layer, place in pairs if place == stage]
 
 
 class Steps:
@@ -73,7 +93,7 @@ class Steps:
     def __init__(self, plan: Plan, graph: LayerGraph, model: nn.Module, world: World) -> None:
         self.plan, self.world = plan, world
         self.codecs = written_by(plan.codec).union(*map(written_by, plan.named_codecs.values()))
-        self.shapes = Shapes(graph, model)
+        self.shapes, self.skeleton, self.example = Shapes(graph, model), Skeleton(model), graph.example_inputs
         stage_of = stage_of_layers(graph.train, plan.cuts)
         self.stage_of = {"train": stage_of}
         self.refusal = ""
@@ -81,6 +101,8 @@ class Steps:
             self.stage_of["eval"] = follow(graph, stage_of, num_stages=plan.num_stages)
         except PlanError as error:  # training does not need it
             self.refusal = str(error)
+        # The first, then those of other shapes, what was used last at the end.
+        self.recorded = [Recorded(self.shapes, self.stage_of)]
         self.known: dict[object, Planned] = {}
         self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
 
@@ -90,12 +112,8 @@ class Steps:
         return ModelGuards(model, traces=shapes.traced, roots=shapes.roots, stage_of=self.stage_of["train"])
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
-        """The trace of a mode, and the layers of one stage in it."""
-        traced = self.shapes.traced[mode]
-        if mode not in self.stage_of:
-            return traced, []
-        pairs = zip(traced.layers, self.stage_of[mode], strict=True)
-        return traced, [layer for layer, place in pairs if place == stage]
+        """The first trace of a mode, and the layers of one stage in it."""
+        return self.recorded[0].layers(mode, stage)
 
     def step(self, mode: str, inputs: Inputs, *, extra: int = 0) -> Planned:
         """The messages of a step over micro-batches of these inputs, and this process's program; ``extra``:
@@ -119,16 +137,78 @@ class Steps:
 
         Raises: PlanError: a cut would change the bits at these shapes.
         """
-        records = [self.shapes.probe(mode, batch) for batch in inputs]
-        traced, stage_of = self.shapes.traced[mode], self.stage_of[mode]
-        for record in {id(record): record for record in records}.values():
+        found = [self._probed(mode, batch) for batch in inputs]
+        for one, record in {id(record): (one, record) for one, record in found}.values():
             if id(record) not in self.routes:
                 if len(self.routes) == KEPT:
                     del self.routes[next(iter(self.routes))]
+                traced, stage_of = one.shapes.traced[mode], one.stage_of[mode]
                 _check_cuts(traced, stage_of, record)
                 made = routes(traced, record, stage_of, num_stages=self.plan.num_stages)
                 self.routes[id(record)] = record, made  # the record too: an id is one only while it lives
-        return records, [self.routes[id(record)][1] for record in records]
+        return [record for _, record in found], [self.routes[id(record)][1] for _, record in found]
+
+    def _probed(self, mode: str, batch: Sequence[torch.Tensor]) -> tuple[Recorded, Probe]:
+        """The run of the model that such a micro-batch takes, and what is known of its values; the model is
+        recorded anew where it takes none that is known."""
+        refused: PlanError | None = None
+        for one in self.recorded:
+            try:
+                record = one.shapes.probe(mode, batch)
+            except PlanError as error:
+                refused = refused or error
+                continue
+            if one is not self.recorded[0]:
+                self.recorded.remove(one)
+                self.recorded.append(one)
+            return one, record
+        assert refused is not None
+        one = self._record(batch, refused)
+        if len(self.recorded) == MOST_RECORDED:
+            del self.recorded[1]
+        self.recorded.append(one)
+        return one, one.shapes.probe(mode, batch)
+
+    def _record(self, batch: Sequence[torch.Tensor], refused: PlanError) -> Recorded:
+        """Record the model for such a micro-batch, which all that is recorded ``refused``.
+
+        Raises: PlanError: it cannot be recorded, or has its parts on other stages."""
+        first, stages, began = self.shapes, self.plan.num_stages, time.perf_counter()
+        ours = first.traced["train"]
+        try:
+            graph, root = self.skeleton.graph(
+                ours.call, batch, self.example, autocast=first.autocast, leaves=self.plan.leaves
+            )
+            if graph.train_probe.seeded != first.real["train"].seeded:
+                raise PlanError("other layers of the model are random")
+            train = follow_cuts(ours, self.stage_of["train"], graph, num_stages=stages)
+            stage_of = {"train": train, "eval": follow(graph, train, num_stages=stages)}
+            found = Recorded(Shapes(graph, root), stage_of)
+            self._check_parts(found)
+        except PlanError as error:
+            raise PlanError(f"{refused}; recorded with it, {error}") from error
+        if self.world.rank == 0:
+            sizes = ", ".join("x".join(map(str, x.shape)) for x in batch)
+            warnings.warn(
+                f"the model was recorded anew for micro-batches of the shape {sizes}, in "
+                f"{time.perf_counter() - began:.1f} s; shapes that come again take no time",
+                stacklevel=2,
+            )
+        return found
+
+    def _check_parts(self, other: Recorded) -> None:
+        """Refuse a run in which a stage reads parts of the model that it does not hold."""
+        first, last = self.recorded[0], self.plan.num_stages - 1
+        for mode, stage in itertools.product(self.stage_of, range(self.plan.num_stages)):
+            known, needed = (
+                {*itertools.chain(*names_of(*one.layers(mode, stage), output=stage == last))}
+                for one in (first, other)
+            )
+            if missing := needed - known - {*other.shapes.traced[mode].constants}:
+                raise PlanError(
+                    f"stage {stage} reads {min(missing)} in {mode} mode, which it does not hold; pad to one "
+                    "shape"
+                )
 
     def _plan(self, mode: str, inputs: Inputs, extra: int) -> Planned:
         _, routed = self.routed(mode, inputs)

@@ -25,7 +25,7 @@ from ..memory.saved_storage import copied
 from ..memory.saved_tensor_hooks import ParameterFilter
 from ..memory.stores import Store
 from ..tracing.dataflow import Value
-from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, run_output
+from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, parts_within, run_output
 from ..weight_versions.versions import WeightVersions
 from .nan_check import Guard, Watch
 from .run_layers import NO_LAYERS, Observer, Receive, walk
@@ -127,6 +127,7 @@ class Again:
 
 
 _NOTHING = contextlib.nullcontext()
+KEPT = 64  # parts of records for other shapes
 LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call
 
 
@@ -166,6 +167,7 @@ class Stage:
             mode: parts_of(model, *run, output=last).on(self.device.torch, run[0].recorded)
             for mode, run in (("train", train), ("eval", evaluation))
         }
+        self.others: dict[int, tuple[Traced, Parts]] = {}  # of records for other shapes
         self.generators = self.device.generators
         self.moved = NO_LAYERS
         self.asked = Frozen(self.parts["train"])
@@ -240,7 +242,8 @@ class Stage:
         Args:    batch: which the micro-batch belongs to, counted since the last drain.
         Returns: the values to send, by number, and the model's outputs on the last stage, else None."""
         running = self.running[micro_batch] = Running(route.asks)
-        parts, how = self.parts["train"], {"seed": seed, "generators": self.generators, "moved": self.moved}
+        parts = self._parts_for("train", route)
+        how: Any = {"seed": seed, "generators": self.generators, "moved": self.moved}
         again = None
         if self.recompute:
             observers = self.parameter_observers
@@ -257,7 +260,21 @@ class Stage:
                     if not known.requires_grad:
                         self.asked.refuse(known)
                     running.roots[number] = get_gradient_edge(item)
-        return sent, run_output(self.traced["train"], env, parts) if self.last else None
+        return sent, run_output(route.traced, env, parts) if self.last else None
+
+    def _parts_for(self, mode: str, route: Route) -> Parts:
+        """The parts of the layers of ``route``, which may be of another record than the first."""
+        traced = route.traced
+        if traced is self.traced[mode]:
+            return self.parts[mode]
+        known = self.others.get(id(traced))
+        if known is None or known[0] is not traced:
+            layers = [visit.layer for visit in route.visits]
+            parts = parts_within(self.parts[mode], traced, layers, output=self.last)
+            known = self.others[id(traced)] = traced, parts.on(self.device.torch, traced.recorded)
+            if len(self.others) > KEPT:
+                del self.others[next(iter(self.others))]
+        return known[1]
 
     @contextlib.contextmanager
     def _inside(
@@ -366,6 +383,7 @@ class Stage:
         """The layers in eval mode without autograd: the values to send, the outputs on the last stage."""
         values = dict(received)
         with torch.no_grad(), self.device.current(), casting(self.autocast, self.device.torch):
-            env = walk(values, self.parts["eval"], route=route, observers=self.parameter_observers, seed=None)
-            outputs = run_output(self.traced["eval"], env, self.parts["eval"]) if self.last else None
+            parts = self._parts_for("eval", route)
+            env = walk(values, parts, route=route, observers=self.parameter_observers, seed=None)
+            outputs = run_output(route.traced, env, parts) if self.last else None
         return {number: values[number] for number, _ in route.sends}, outputs

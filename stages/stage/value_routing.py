@@ -7,6 +7,7 @@ would give other bits).
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
@@ -40,8 +41,8 @@ class Visit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One stage of a run: its ``record``, its layers; (value, source) it receives and (value, target) it
-    sends, ``sent`` the values alone.
+    """One stage of a run: the ``traced`` model, the ``record`` and its layers; (value, source) it receives
+    and (value, target) it sends, ``sent`` the values alone.
 
     ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
     ``asks``: received values that asked for a gradient when they were traced.
@@ -50,6 +51,7 @@ class Route:
     sent, stop their gradient: it may travel without them. ``returns``: received values to which a gradient
     surely comes back from this stage or a later one."""
 
+    traced: Traced
     record: Probe
     visits: tuple[Visit, ...]
     foreign: tuple[fx.Node, ...]
@@ -91,6 +93,7 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
         foreign = _foreign(layers[stage], output)
         made.append(
             Route(
+                traced=traced,
                 record=record,
                 visits=_visits(visited, foreign, record, set(sent), output),
                 foreign=foreign,
@@ -180,6 +183,31 @@ def stage_of_layers(traced: Traced, cuts: Sequence[str]) -> list[int]:
         stages.append(stage)
         stage += layer.name in behind
     return stages
+
+
+def follow_cuts(first: Traced, stage_of: Sequence[int], graph: LayerGraph, *, num_stages: int) -> list[int]:
+    """The stage of every layer of another record in train mode: each stage has the parts of the model that it
+    has in the ``first``, and is cut behind the layer of the same name if there may be a cut.
+
+    Raises: PlanError: parts come in another order, or there is no cut between those of two stages."""
+    home: dict[object, int] = {}
+    for layer, stage in zip(first.layers, stage_of, strict=True):
+        for part in _held(layer, graph.written):
+            home.setdefault(part, stage)
+    held = [
+        [home[part] for part in _held(layer, graph.written) if part in home] for layer in graph.train.layers
+    ]
+    named = {layer.name: stage for layer, stage in zip(first.layers, stage_of, strict=True)}
+    cut_behind = {stage: name for name, stage in named.items()}  # the last of its stage
+    ends = []
+    for stage in range(num_stages - 1):
+        least = max((n for n, homes in enumerate(held) if min(homes, default=num_stages) <= stage), default=0)
+        most = min((n for n, homes in enumerate(held) if max(homes, default=0) > stage), default=len(held))
+        allowed = [n for n in range(least, most) if n not in graph.train_probe.refused and n + 1 < len(held)]
+        if not allowed:
+            raise PlanError(f"no cut keeps the parts of the model on stages {stage} and {stage + 1} apart")
+        ends.append(next((n for n in allowed if graph.layers[n] == cut_behind[stage]), allowed[-1]))
+    return [bisect.bisect_left(ends, number) for number in range(len(held))]
 
 
 def follow(graph: LayerGraph, stage_of: Sequence[int], *, num_stages: int) -> list[int]:

@@ -113,17 +113,32 @@ def parts_of(
     root: nn.Module, traced: Traced, layers: Iterable[Layer] | None = None, *, output: bool = True
 ) -> Parts:
     """The parts of ``root`` that ``layers`` (default: all) use, and those that the ``output`` returns."""
-    modules: dict[str, nn.Module] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    nodes = [layer.node for layer in (traced.layers if layers is None else layers)]
-    for node in nodes:
-        if node.op == "call_module":
-            modules[str(node.target)] = root.get_submodule(str(node.target))
+    modules, tensors = names_of(traced, traced.layers if layers is None else layers, output=output)
+    return Parts(
+        {name: root.get_submodule(name) for name in modules},
+        {name: tensor_at(root, name, traced.constants) for name in tensors},
+    )
+
+
+def parts_within(known: Parts, traced: Traced, layers: Iterable[Layer], *, output: bool) -> Parts:
+    """The parts that ``layers`` of another record use, all of which are ``known``, but for its constants."""
+    modules, tensors = names_of(traced, layers, output=output)
+    constants = traced.constants
+    return Parts(
+        {name: known.modules[name] for name in modules},
+        {name: constants[name] if name in constants else known.tensors[name] for name in tensors},
+    )
+
+
+def names_of(traced: Traced, layers: Iterable[Layer], *, output: bool) -> tuple[list[str], list[str]]:
+    """Names of the modules and of the tensors that ``layers`` use, and that the ``output`` returns."""
+    nodes = [layer.node for layer in layers]
+    modules = [str(node.target) for node in nodes if node.op == "call_module"]
     readers = [*nodes, traced.output] if output else nodes
-    for node in (*nodes, *(source for reader in readers for source in reader.all_input_nodes)):
-        if node.op == "get_attr" and (is_local(node) or node in nodes):
-            tensors[str(node.target)] = tensor_at(root, str(node.target), traced.constants)
-    return Parts(modules, tensors)
+    read = (*nodes, *(source for reader in readers for source in reader.all_input_nodes))
+    own = set(nodes)
+    tensors = [str(n.target) for n in read if n.op == "get_attr" and (is_local(n) or n in own)]
+    return modules, tensors
 
 
 def tensors_read(node: fx.Node, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:

@@ -75,16 +75,19 @@ def differences(
     """Train with ``changes[i]`` made to the model before step i, beside the plain loop; what differs.
 
     Args:    make: makes the model; called twice, since a copy may share less memory.
+             data: a batch for all steps, or a list of one for each; the first has the example.
              random: names of the layers that draw.
              settings: of ``pipeline_of``; those that the plain loop has too are for both."""
-    model, plain, (x, y) = built(make), built(make), batch() if data is None else data
-    settings = {"loss": cross_entropy, "example": (x[:3].clone(),), "deadline": 30} | settings
+    model, plain = built(make), built(make)
+    batches = data if isinstance(data, list) else [batch() if data is None else data] * len(changes)
+    changes = [*changes, *[nothing] * (len(batches) - len(changes))]
+    settings = {"loss": cross_entropy, "example": (batches[0][0][:3].clone(),), "deadline": 30} | settings
     settings["optimizer"] = OPTIMIZERS.get(optimizer, optimizer)
     pipe = pipeline_of(model, **settings)
     ours = {name: settings[name] for name in ("loss", "optimizer", "clip", "autocast") if name in settings}
-    loop = plain_loop(plain, [(x, y)] * len(changes), micro_batches=3, random=random, **ours)
+    loop = plain_loop(plain, batches, micro_batches=3, random=random, **ours)
     found = []
-    for step, change in enumerate(changes):
+    for step, (change, (x, y)) in enumerate(zip(changes, batches, strict=True)):
         change(model)
         change(plain)
         flags = [module.training for module in model.modules()]

@@ -1,0 +1,85 @@
+"""A model without the values of its parameters, from which it is recorded again for inputs of other shapes.
+
+A rank keeps its own layers only, so nobody has the whole model once it trains. A record does not hang on the
+values of parameters: they are made up, the same on all ranks. Buffers keep the values that they had."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .capture.call_spec import Call, Constant
+from .meta_model import has_meta, on_meta
+from .model_checks import Leaf
+from .tracer import LayerGraph, trace
+
+
+class Skeleton:
+    """See the module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy ``model`` without the memory of its parameters."""
+        self._has_values = not has_meta(model)
+        self._devices = {name: parameter.device for name, parameter in model.named_parameters()}
+        held = [p for p in model.parameters() if self._has_values and _is_made_up(p)]
+        without = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in held}
+        self._model = copy.deepcopy(model, without) if self._has_values else on_meta(model)  # type: ignore[arg-type]
+
+    def graph(
+        self,
+        call: Call,
+        inputs: Sequence[Tensor],
+        example: Sequence[Tensor],
+        *,
+        autocast: torch.dtype | None,
+        leaves: Iterable[Leaf],
+    ) -> tuple[LayerGraph, nn.Module]:
+        """Record the model for ``inputs``, whose shapes alone count.
+
+        Args:    example: inputs of another record; their values are taken.
+        Returns: the record, and the model that was recorded.
+        Raises:  PlanError: what ``trace`` refuses."""
+        root = self._whole()
+        tensors = [_like(one, known) for one, known in zip(inputs, example, strict=True)]
+        whole = [Constant(t) if w else t for t, w in zip(tensors, call.whole, strict=True)]
+        args, kwargs = call.arguments(whole)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that outputs are left out was said of the first record
+            return trace(root, args or kwargs, autocast=autocast, leaves=leaves), root
+
+    def _whole(self) -> nn.Module:
+        """A copy in which parameters have values."""
+        made: dict[int, nn.Parameter] = {}
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in self._model.named_parameters() if self._has_values else ():
+            if parameter.is_meta:
+                values = _made_up(parameter, generator).to(self._devices[name])
+                made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        return copy.deepcopy(self._model, made)  # type: ignore[arg-type]
+
+
+def _is_made_up(parameter: Tensor) -> bool:
+    return type(parameter) is nn.Parameter and (parameter.is_floating_point() or parameter.is_complex())
+
+
+def _made_up(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Values of about the size that layers begin with."""
+    wide = math.prod(like.shape[1:]) if like.dim() > 1 else 1
+    kind = like.dtype if like.is_complex() else torch.float32
+    values = torch.randn(like.shape, dtype=kind, generator=generator).div_(math.sqrt(max(1, wide)))
+    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return out.copy_(values + (like.dim() == 1))
+
+
+def _like(one: Tensor, known: Tensor) -> Tensor:
+    """A tensor of the shape, strides and dtype of ``one`` with values of ``known``, over and over."""
+    found = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=known.device).zero_()
+    if known.numel():
+        places = torch.arange(found.numel(), device=known.device) % known.numel()
+        found.copy_(known.flatten()[places].view(one.shape))
+    return found
