@@ -165,14 +165,17 @@ class MirroredUpdate(Update):
         for place, following in zip(ours, [*ours[1:], len(turns)], strict=False):
             turn = turns[place]
             by_element = in_turn is not None and in_turn.by_element
+            by_element &= mirror.comes_in_pieces
             mirror.prefetch(following, whole=not by_element)
-            if by_element and place < len(mirror.turns):
-                turn = self._step_in_pieces(stage, place)
-            with mirror.whole(turn) if place < len(mirror.turns) else contextlib.nullcontext():
-                self._scale(stage, turn)
-                if in_turn is not None:
-                    step = functools.partial(in_turn.step_of, place, {id(p): p for p in turn})
-                    self._unless_skipped(in_turn.optimizer, step)
+            is_mirrored, parts = place < len(mirror.turns), [turn]
+            if by_element and is_mirrored:
+                parts = [[parameter] for parameter in self._step_in_pieces(stage, place)]
+            for part in parts:
+                with mirror.whole(part) if is_mirrored else contextlib.nullcontext():
+                    self._scale(stage, part)
+                    if in_turn is not None:
+                        step = functools.partial(in_turn.step_of, place, {id(p): p for p in part})
+                        self._unless_skipped(in_turn.optimizer, step)
 
     def _step_in_pieces(self, stage: int, place: int) -> list[torch.nn.Parameter]:
         """Update those parameters of a turn that come in pieces; return the others."""

@@ -67,25 +67,30 @@ class TensorStore:
 class EvictableTensor:
     """The bytes of one tensor in a store, or near.
 
-    Where a store takes frames off the device they are pieces of the tensor, of ``piece_bytes``. A frame that
-    is not packed is the tensor's own memory, which changes hands: where a store leaves frames in memory
+    Where a store takes frames off every device they are pieces of the tensor, of ``piece_bytes``. A frame
+    that is not packed is the tensor's own memory, which changes hands: where a store leaves frames in memory
     nothing is copied.
 
     Attributes: num_bytes: of the tensor; places: of each piece, where it lies among the tensor's elements."""
 
-    def __init__(self, frames: TensorStore, tensor: Tensor) -> None:
-        """Take note of how ``tensor`` lies in memory; nothing moves yet."""
+    def __init__(self, frames: TensorStore, tensor: Tensor, *, like: EvictableTensor | None = None) -> None:
+        """Take note of how ``tensor`` lies in memory; nothing moves yet.
+
+        Args:    like: what lies in memory as ``tensor`` does has the same pieces."""
         self._frames = frames
         self.view: TensorView = view_of(tensor)._replace(start=0)
         self._device, self._address = tensor.device, tensor.data_ptr() % ALIGNMENT
         self.num_bytes = self.view.num_bytes
         num_elements = self.num_bytes // tensor.itemsize
-        step = num_elements
-        if frames.store.offloads_from(tensor.device):
-            step = piece_bytes(self.num_bytes) // tensor.itemsize
-        self.places = [
-            slice(first, min(first + step, num_elements)) for first in range(0, num_elements, step)
-        ]
+        if like is not None and like.view == self.view:
+            self.places = like.places
+        else:
+            step = num_elements
+            if frames.store.takes_pieces:
+                step = piece_bytes(self.num_bytes) // tensor.itemsize
+            self.places = [
+                slice(first, min(first + step, num_elements)) for first in range(0, num_elements, step)
+            ]
         self._keys = [object() for _ in self.places]
         self._packs, self._is_packed, self.stored = frames.packs, [False] * len(self.places), False
 
@@ -160,10 +165,12 @@ class EvictableTensor:
     def add(self, tensor: Tensor) -> bool:
         """Add ``tensor``, which lies in memory as this one does, piece by piece to what the store has; False:
         the store has no room."""
-        flat = self.flat(tensor)
+        flat, resident = self.flat(tensor), self._frames.resident
         for number, place in enumerate(self.places):
             self.fetch([number + 1])
-            piece = self.get_piece(number)
+            with self._frames.exposed():
+                piece = self.get_piece(number)
+            resident.set(resident.num_bytes + piece.nbytes)
             if not self.put_piece(number, piece.add_(flat[place])):
                 return False
         return True
@@ -214,6 +221,8 @@ class EvictableTensor:
                 return Frame(packed, packed.numel(), own)
             self._packs = False  # dense numbers stay dense
         self._is_packed[number] = False
+        if len(self.places) > 1 and not self._frames.store.takes_pieces:  # it stays, and would keep all of it
+            flat = flat.clone()
         return Frame(flat.view(torch.uint8), num_bytes, own)
 
 

@@ -251,8 +251,7 @@ class EvictableParameter:
         """Return whether a gradient is added in the store, piece by piece: nobody else looks at the sum."""
         if self._gradient is None or len(self._gradient.places) == 1:
             return False
-        _, behind = gradient_hooks(self.parameter)
-        return len(behind) == 1
+        return [*map(len, gradient_hooks(self.parameter))] == [1, 1]  # ours
 
     def bring_gradient(self) -> None:
         """Bring what there is of its gradient, to be written; its values are resident."""
@@ -275,7 +274,7 @@ class EvictableParameter:
             gradient = self.parameter.grad = self._gradient.take().add_(gradient)
             self._gradient = None
         if gradient is not None and may_leave(gradient, min_bytes=1):
-            memory = EvictableTensor(self._frames, gradient)
+            memory = EvictableTensor(self._frames, gradient, like=self._memory)
             if memory.put(gradient):
                 self._gradient, self.parameter.grad = memory, None
 
@@ -312,7 +311,7 @@ class EvictableParameter:
             self._gradient = gradient
             return
         plain = gradient.resolve_conj().resolve_neg()
-        self._gradient = EvictableTensor(self._frames, plain)
+        self._gradient = EvictableTensor(self._frames, plain, like=self._memory)
         self.looked_at(plain, written=True)
 
     # -- its versions -------------------------------------------------------------------------------------
@@ -336,12 +335,13 @@ class EvictableParameter:
 
     def comes_in_pieces(self, kept: Kept) -> bool:
         """Return whether ``pieces`` has several: values, gradient and what is kept of it lie alike."""
-        gradient, view = self._gradient, self._memory.view
-        if self.is_resident or gradient is None or len(self._memory.places) == 1:
+        gradient, values = self._gradient, self._memory
+        if self.is_resident or gradient is None or len(values.places) == 1:
             return False
-        away = [memory.view for key, memory in self._state.items() if memory.stored and key in kept]
+        away = [memory for key, memory in self._state.items() if memory.stored and key in kept]
         near = [view_of(item)._replace(start=0) for item in kept.values() if _is_whole(item)]
-        return all(other == view for other in (gradient.view, *away, *near))
+        alike = all((one.view, one.places) == (values.view, values.places) for one in (gradient, *away))
+        return alike and all(view == values.view for view in near)
 
     def pieces(self, state: MutableMapping[Tensor, dict[Any, Any]], *, written: bool) -> Iterator[Parameter]:
         """Yield a parameter for each piece, with its gradient and its part of the ``state``; updates stay.
@@ -362,7 +362,10 @@ class EvictableParameter:
         if part:
             gone = empty(self.parameter.dtype, self.parameter.device)
             state[self.parameter] = {
-                key: kept.get(key, gone.clone()) if _is_whole(item) else item for key, item in part.items()
+                key: (kept.get(key) if isinstance(kept.get(key), Tensor) else gone.clone())
+                if _is_whole(item)
+                else item
+                for key, item in part.items()
             }
 
     def _bring_piece(
@@ -428,7 +431,7 @@ class EvictableParameter:
         self.push_gradient()
         for key, item in kept.items():
             if _is_whole(item) and may_leave(item, min_bytes=min_bytes):
-                memory = self._state[key] = EvictableTensor(self._frames, item)
+                memory = self._state[key] = EvictableTensor(self._frames, item, like=self._memory)
                 if memory.put(item):
                     hollow(item)
 
@@ -730,6 +733,11 @@ class OffloadedParameters:
         self._note()
         for parameter in turn:
             self._evict(self._all[id(parameter)])
+
+    @property
+    def comes_in_pieces(self) -> bool:
+        """Return whether an update of single elements may take pieces: no older version reads them, too."""
+        return not self._versions
 
     def pieces(self, parameter: Parameter, *, written: bool) -> Iterator[Parameter] | None:
         """Return the pieces of ``parameter`` for an update of each by itself; None: it comes as a whole.

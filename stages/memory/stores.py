@@ -79,6 +79,11 @@ class Store:
         """Return whether frames made on ``device`` leave it, so that one that did not shrink is worth it."""
         return False
 
+    @property
+    def takes_pieces(self) -> bool:
+        """Return whether a tensor is best put in pieces: all that is put leaves memory."""
+        return False
+
     def admit(self, key: Hashable, num_bytes: int) -> bool:
         """Set ``num_bytes`` of the budget aside for a frame that will be put; False: there is no room.
 
@@ -219,6 +224,11 @@ class DiskStore(Store):
 
     def offloads_from(self, device: torch.device) -> bool:
         """From everywhere, while there is room."""
+        return self.disk.takes
+
+    @property
+    def takes_pieces(self) -> bool:
+        """While there is room."""
         return self.disk.takes
 
     def put(self, key: Hashable, frame: Frame) -> None:

@@ -106,7 +106,7 @@ def copies(
         return Copies(parameters=whole + versions, **there)
     if parameters_tier not in leaves:
         return Copies(parameters=whole + old_versions, largest=whole, **there)  # versions wait where it waits
-    pieces = 2 + state if by_element and device == HOST else 0
+    pieces = 2 + state if by_element and device == HOST and not old_versions else 0  # else they come whole
     return Copies(parameters=0, largest=whole, pieces=pieces, staying=whole, **there)
 
 

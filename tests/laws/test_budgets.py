@@ -113,6 +113,26 @@ def test_what_a_full_host_tier_does_not_take_goes_to_disk_with_the_same_bits(tmp
     assert reports[-1].stages[0].disk_tier > 0
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that the disk is full
+@pytest.mark.parametrize(
+    "budget", ["5MiB", "6MiB", "11MiB"]
+)  # values find room, and some gradients and states
+def test_a_disk_that_is_full_in_between_keeps_the_bits(budget, tmp_path):
+    def squares() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(512, 512), nn.ReLU())))
+
+    x = torch.randn(4, 512)
+    profile = profile_of(squares(), (x[:2],))
+    plan = penstock.partition(
+        profile, ranks=1, stages=1, micro_batches=2, parameters_tier="disk", by_element=True
+    )
+    disk = penstock.DiskOptions(path=tmp_path, budget=budget)
+    pipe = penstock.Pipeline(squares(), plan, **TRAINS, disk=disk)
+    assert beside(pipe, squares(), [(x, x)] * 3, **TRAINS, micro_batches=2) == []
+    pipe.close()
+
+
 def wide() -> nn.Sequential:
     torch.manual_seed(0)
     widths = itertools.pairwise([64, 1024, 1024, 3072, 8])

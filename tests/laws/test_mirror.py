@@ -183,11 +183,21 @@ def test_an_optimizer_of_single_elements_takes_a_piece_at_a_time(kind, far):
     assert (max(sizes) < 64 * 64) == (kind not in ("Muon", "fused"))
 
 
-def test_a_hook_behind_a_gradient_sees_the_sum_of_micro_batches(far):
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_hook_sees_the_sum_of_micro_batches(far, behind):
     def watched(model: nn.Module) -> list[Tensor]:
         seen: list[Tensor] = []
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+            def look(given: Tensor, parameter: nn.Parameter = parameter) -> Tensor | None:
+                sum_so_far = parameter.grad
+                seen.append(torch.zeros(()) if sum_so_far is None else sum_so_far.clone())
+                return None if behind or sum_so_far is None else given - 0.1 * sum_so_far
+
+            if behind:
+                parameter.register_post_accumulate_grad_hook(look)  # type: ignore[arg-type]
+            else:
+                parameter.register_hook(look)
         return seen
 
     model, plain = deep(3), deep(3)

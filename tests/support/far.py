@@ -17,6 +17,10 @@ def small_pieces(patch):
 class AwayStore(Store):
     """Takes every frame, smaller or not, as the memory of another device would."""
 
+    @property
+    def takes_pieces(self):
+        return True
+
     def offloads_from(self, device):
         return True
 
