@@ -27,8 +27,8 @@ serve keeps samples in memory for all training jobs of this user that run with c
   capacity=4GiB           memory for samples, all jobs together
   policy=next_use         which samples stay: next_use, gain or lru
   page=16KiB              a sample takes whole pages of this size; smaller ones suit small samples
-  keep=10min              how long samples stay when no job reads them any more (next_use and lru); 0: not
-  last_gain=1             of the job with the longest epoch (gain); 0: it takes space from its neighbour alone
+  keep=0                  how long samples stay when no job reads them any more, like 10min (next_use, lru)
+  last_gain=1             slots that the job with the longest epoch takes at once (gain); 0: a neighbour's
 
 status shows the jobs: progress, hit rate, memory, predicted end.
   live=false              true: show it anew every second, until Ctrl-C
@@ -67,8 +67,8 @@ def serve(options: Mapping[str, str]) -> int:
     from ..pipeline.data.cache.policies import policy as new_policy
     from ..pipeline.run import console
 
-    keep = None if options["policy"] == "gain" and not options["keep"] else _keep(options["keep"] or "10min")
-    policy = new_policy(options["policy"], capacity, keep=keep, last_gain=_last_gain(options["last_gain"]))
+    settings = {"keep": _keep(options["keep"]), "last_gain": _last_gain(options["last_gain"])}
+    policy = new_policy(options["policy"], capacity, **settings)
     with serving(path, policy, page_bytes=page, tell=console.warn):
         print(
             f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",
@@ -162,8 +162,8 @@ COMMANDS: dict[str, tuple[dict[str, str], Callable[[Mapping[str, str]], int]]] =
             "capacity": "4GiB",
             "policy": "next_use",
             "page": str(PAGE_BYTES),
-            "keep": "",
-            "last_gain": "",
+            "keep": "0",
+            "last_gain": "1",
             **SOCKET,
         },
         serve,
@@ -202,9 +202,9 @@ def _keep(value: str) -> float:
 
 
 def _last_gain(value: str) -> int | None:
-    if value and not (value.isdecimal() and len(value) < 10):
+    if not (value.isdecimal() and len(value) < 10):
         raise ConfigError(f"last_gain={value} is no number of slots; write 0, 1, 2 ...")
-    return int(value) if value else None
+    return None if value == "1" else int(value)  # it is 1 by its formula
 
 
 def _socket(options: Mapping[str, str]) -> Path:

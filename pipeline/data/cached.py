@@ -140,8 +140,9 @@ def _file_functions(dataset: Any) -> dict[str, Any] | None:
     if max(read, decode) < len(kinds) and min(read, decode) <= item:
         code = getattr(type(dataset).read, "__code__", None)
         file = code.co_filename if code else type(dataset).read.__module__
+        changed = os.stat(file).st_mtime_ns if os.path.isfile(file) else 0  # other code reads other bytes
         functions = {"read": dataset.read, "decode": dataset.decode, "path": getattr(dataset, "path", None)}
-        return functions | {"reader": f"{file}:{type(dataset).read.__qualname__}\0"}
+        return functions | {"reader": f"{file}:{changed}:{type(dataset).read.__qualname__}\0"}
     # A part of one.
     if type(dataset) is Subset:
         whole = _file_functions(dataset.dataset)

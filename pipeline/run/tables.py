@@ -138,8 +138,10 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
         kept = packed(summary["bytes_saved_raw"], summary["bytes_saved_kept"])
         lines.append(f"saved for the backward: {kept}")
     if summary.get("bytes_exchanged"):
-        rows = [one for stage in summary["stages"] for one in stage.get("ranks", ())]
-        shares = ", ".join(f"{show_bytes(one['bytes_exchanged'])} by rank {one['rank']}" for one in rows)
+        by_rank = dict[int, int]()
+        for one in (one for stage in summary["stages"] for one in stage.get("ranks", ())):
+            by_rank[one["rank"]] = by_rank.get(one["rank"], 0) + one["bytes_exchanged"]
+        shares = ", ".join(f"{show_bytes(n)} by rank {rank}" for rank, n in sorted(by_rank.items()))
         exchanged = f"gradients and parameters between replicas: {show_bytes(summary['bytes_exchanged'])}"
         lines.append(f"{exchanged}: {shares}" if shares else exchanged)
     lines += _codecs(summary)

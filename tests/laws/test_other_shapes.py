@@ -143,7 +143,7 @@ def test_a_run_goes_on_from_the_middle_of_the_stream():
 
 
 class Halves(nn.Module):
-    """What ``torch.fx`` can follow, so that the plain loop knows its random layers by name."""
+    """A model that ``torch.fx`` can follow, so that the plain loop knows its random layers by name."""
 
     def __init__(self):
         super().__init__()

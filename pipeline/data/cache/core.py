@@ -164,9 +164,16 @@ class Run:
     @property
     def job(self) -> Job:
         """Policy's view of the run."""
-        counts = {"num_samples": self.hello.num_samples, "batch_size": self.hello.batch_size}
-        data, share = f"data:{self.hello.data}", self.hello.share
-        return Job(name=self.name, data=data, times=self.times, share=share, **counts)
+        hello = self.hello
+        return Job(
+            name=self.name,
+            data=f"data:{hello.data}",
+            num_samples=hello.num_samples,
+            batch_size=hello.batch_size,
+            times=self.times,
+            shared=hello.data != f"{hello.job} {hello.run}",  # its own name, see ``cache_reader``
+            share=hello.share,
+        )
 
     def places(self, index: int) -> tuple[Entry, Entry]:
         """Entries that a sample of it may have: with its data, or with the run alone."""
@@ -281,10 +288,10 @@ class Core:
     def _check_share(self, share: float) -> None:
         if not self.policy.takes_shares:
             raise NotWelcome("cache.share= is for a cache with policy=gain, found another; leave it out")
-        left = 1 - sum(run.hello.share or 0.0 for run in self.runs.values())
+        left = max(0.0, round(1 - sum(run.hello.share or 0.0 for run in self.runs.values()), 6))
         if share > left + 1e-9:
             raise NotWelcome(
-                f"the shares of all jobs sum to 1 at most, found cache.share={share:g} with {left:.2g} left"
+                f"the shares of all jobs sum to 1 at most, found cache.share={share:g} with {left:g} left"
             )
 
     def leave(self, member: Member, now: float) -> None:

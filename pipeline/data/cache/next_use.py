@@ -128,7 +128,7 @@ class NextUse:
         """See ``Policy``: cached samples keep their positions, unless the epoch is not the announced one."""
         reader, evicted = self._readers[name], self._expire(now)
         data = reader.job.data
-        if self._keep and data not in self._expected:
+        if self._keep and reader.job.shared and data not in self._expected:
             expected = self._expected[data] = Expected(data)
             self._readers[expected.job.name] = expected
             self._regroup()

@@ -94,7 +94,7 @@ class Lru:
 POLICIES = ("next_use", "gain", "lru")
 
 
-def policy(name: str, capacity: int, *, keep: float | None = None, last_gain: int | None = None) -> Policy:
+def policy(name: str, capacity: int, *, keep: float = 0.0, last_gain: int | None = None) -> Policy:
     """Return a new policy for ``capacity`` bytes.
 
     Args:
@@ -105,9 +105,9 @@ def policy(name: str, capacity: int, *, keep: float | None = None, last_gain: in
     if name not in POLICIES:
         raise ConfigError(f"{name} is no policy of the sample cache; known are {', '.join(POLICIES)}")
     if name == "gain":
-        if keep is not None:
+        if keep:
             raise ConfigError("keep= is for policy=next_use and policy=lru, found policy=gain; leave it out")
         return Gain(capacity, last_gain=last_gain)
     if last_gain is not None:
         raise ConfigError(f"last_gain= is for policy=gain, found policy={name}; leave it out")
-    return (NextUse if name == "next_use" else Lru)(capacity, keep=keep or 0.0)
+    return (NextUse if name == "next_use" else Lru)(capacity, keep=keep)

@@ -46,6 +46,7 @@ class Job:
     Attributes:
         data: Jobs that name the same data read the same samples under the same indices.
         times: None until the warm-up epoch is over.
+        shared: Whether other jobs may name the same data.
         share: M_i, the part of the cache that is this job's; None: what the others leave, in equal parts.
     """
 
@@ -54,6 +55,7 @@ class Job:
     num_samples: int
     batch_size: int
     times: Times | None = None
+    shared: bool = True
     share: float | None = None
 
 
