@@ -103,13 +103,15 @@ class Steps:
             self.refusal = str(error)
         # The first, then those of other shapes, what was used last at the end.
         self.recorded = [Recorded(self.shapes, self.stage_of)]
+        self.guards: ModelGuards | None = None
         self.known: dict[object, Planned] = {}
         self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
 
     def model_guards(self, model: nn.Module) -> ModelGuards:
         """Return guards on what these traces took from the modules of ``model``, checked at every step."""
-        shapes = self.shapes
-        return ModelGuards(model, traces=shapes.traced, roots=shapes.roots, stage_of=self.stage_of["train"])
+        traces, roots = self.shapes.traced, self.shapes.roots
+        self.guards = ModelGuards(model, traces=traces, roots=roots, stage_of=self.stage_of["train"])
+        return self.guards
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The first trace of a mode, and the layers of one stage in it."""
@@ -182,9 +184,13 @@ class Steps:
             if graph.train_probe.seeded != first.real["train"].seeded:
                 raise PlanError("other layers of the model are random")
             train = follow_cuts(ours, self.stage_of["train"], graph, num_stages=stages)
-            stage_of = {"train": train, "eval": follow(graph, train, num_stages=stages)}
+            stage_of = {"train": train}
+            if "eval" in self.stage_of:
+                stage_of["eval"] = follow(graph, train, num_stages=stages)
             found = Recorded(Shapes(graph, root), stage_of)
             self._check_parts(found)
+            assert self.guards is not None, "made with the engine"
+            self.guards.extend(found.shapes.traced)
         except PlanError as error:
             raise PlanError(f"{refused}; recorded with it, {error}") from error
         if self.world.rank == 0:

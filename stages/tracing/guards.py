@@ -230,13 +230,55 @@ class ModelGuards:
         ]
         flags = {read for read in traces["train"].reads if read[1] == "training"}
         reads = {read for traced in traces.values() for read in traced.reads if read[1] != "training"}
-        code = {(g.name, g.where, id(g.value)): g for traced in traces.values() for g in traced.guards}
+        self.code = {(g.name, g.where, id(g.value)): g for traced in traces.values() for g in traced.guards}
         proves = any(state.proves for state in self.modules)
-        self.guards = [*torch_guards(proves=proves), *model_guards(model, reads, layers), *code.values()]
+        self.guards = [*torch_guards(proves=proves), *model_guards(model, reads, layers), *self.code.values()]
         self.flags = [*model_guards(model, flags, layers)]
+        every = {(path, name) for path, module in model.named_modules() for name in vars(module)}
+        # By name, on what these traces did not read and others may.
+        self.others = {guard.name: guard for guard in model_guards(model, {*every, ("", ASKS)}, layers)}
         self.asleep = [module.training for module in roots["eval"].modules()]
         self.states, self.frozen = _on_several(model, traces["train"], stage_of)
         self.moved: frozenset[str] = frozenset()
+
+    def extend(self, traces: Mapping[str, Traced]) -> None:
+        """Hold the model against other traces, too, of a copy that was made with this.
+
+        Raises: PlanError: something that they read has changed since."""
+        code = {(g.name, g.where, id(g.value)): g for traced in traces.values() for g in traced.guards}
+        known = {guard.name for guard in (*self.guards, *self.flags)}
+        reads = {read for traced in traces.values() for read in traced.reads if read[1] != "training"}
+        flags = {read for read in traces["train"].reads if read[1] == "training"}
+        for into, theirs in ((self.guards, reads), (self.flags, flags)):
+            for guard in self._on(theirs):
+                refuse_difference(guard.difference())
+                into += [guard] * (guard.name not in known)
+        self.guards += [guard for key, guard in code.items() if key not in self.code]
+        self.code |= code
+        for layer in traces["train"].layers:
+            if layer.node.op == "call_module":
+                for state in self.modules:
+                    if f"{state.path}.".startswith(f"{layer.node.target}."):
+                        self.layers_of.setdefault(state.key, set()).add(layer.name)
+        self._note_moved()
+
+    def _on(self, reads: Reads) -> Iterator[Guard]:
+        """Yield guards on these ``reads``, made with this, but for what was not there then."""
+        states = {state.path: state for state in self.modules}
+        for path, name in reads:
+            start = f"{path}." if path else ""
+            prefix = {ALL: start, ASKS: f"whether {path}"}.get(name)
+            if prefix is not None:
+                yield from (guard for key, guard in self.others.items() if key.startswith(prefix))
+            elif (key := f"{start}{name}") in self.others:
+                yield self.others[key]
+            elif name not in states[path].names and (module := states[path].module()) is not None:
+                read = _read_of(module, lambda m, n=name: vars(m).get(n, ABSENT))
+                yield Guard(key, "", read, lambda _: None, ABSENT, None)
+
+    def _note_moved(self) -> None:
+        moved = [state.key for state, module in self.alive() if state.is_layer and state.moved(module)]
+        self.moved = frozenset(name for key in moved for name in self.layers_of.get(key, ()))
 
     def alive(self) -> list[tuple[ModuleState, nn.Module]]:
         """The modules that the user has not dropped."""
@@ -264,8 +306,7 @@ class ModelGuards:
         if changed:
             for state, module in changed if mode == "train" else ():
                 state.see(module)
-            moved = [state.key for state, module in self.alive() if state.is_layer and state.moved(module)]
-            self.moved = frozenset(name for key in moved for name in self.layers_of.get(key, ()))
+            self._note_moved()
         for name, reference in self.frozen.items():
             if (parameter := reference()) is not None and parameter.requires_grad:
                 raise PlanError(

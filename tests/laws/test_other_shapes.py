@@ -207,6 +207,26 @@ class Other(nn.Module):
         return self.head(x)
 
 
+def test_what_only_other_shapes_read_is_held_against_what_it_was():
+    class Scaled(Text):
+        scale = 1.0
+
+        def forward(self, ids):
+            return super().forward(ids) * (self.scale if ids.shape[1] > 8 else 1)
+
+    (x, y), (longer, long_targets), *_ = texts()
+    for late in (False, True):
+        model = Scaled()
+        model.scale = 2.0
+        pipe = pipeline_of(model, example=(x[:3],), stages=2)
+        pipe.step(x, y)
+        if late:
+            pipe.step(longer, long_targets)
+        model.scale = 3.0
+        with pytest.raises(penstock.PlanError, match=r"scale was 2\.0 when the model was traced"):
+            pipe.step(longer, long_targets)
+
+
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
