@@ -214,7 +214,7 @@ class Pipeline:
         if not self.world.is_alone:
             check_replicated(self.plan, model, graph)
         self.call = graph.train.call
-        self.steps = Steps(self.plan, graph, model, self.world)
+        self.steps = Steps(self.plan, graph, model, self.agreement)
         self.feed = StreamFeed(self.plan, self.steps) if self.plan.streams else SynchronousFeed(self.steps)
         self.feed.rehearse([graph.example_inputs] * self.plan.micro_batches)
         check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))

@@ -155,11 +155,15 @@ def _weight(weight: Callable[[Any], float], targets: Any) -> float:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The outputs of micro-batches as those of one batch: every tensor along dimension 0; None of none."""
+    """The outputs of micro-batches as those of one batch: every tensor along dimension 0; None of none, and a
+    list by micro-batch where their sizes differ."""
     if not parts:
         return None
     leaves, spec = tree_flatten(parts[0])
-    columns = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
+    columns = list(zip(*(tree_flatten(part)[0] for part in parts), strict=True))
+    tensors = [column for column in columns if isinstance(column[0], torch.Tensor) and column[0].dim()]
+    if any(len({tensor.shape[1:] for tensor in column}) > 1 for column in tensors):
+        return list(parts)
     whole = [torch.cat(c) if isinstance(c[0], torch.Tensor) and c[0].dim() else c[0] for c in columns]
     return tree_unflatten(whole if leaves else leaves, spec)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...compression.errors import PlanError
+from ...compression.errors import Disagreement, PlanError
 from ...compression.frame import written_by
 from ...stages.memory.prefetch import Pass
 from ...stages.plan.plan import Plan
@@ -24,11 +24,10 @@ from ...stages.plan.validation import STREAM
 from ...stages.stage.value_routing import Route, edges, follow, follow_cuts, routes, stage_of_layers
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.guards import ModelGuards
-from ...stages.tracing.layers import Layer, Traced, names_of
+from ...stages.tracing.layers import Layer, Traced, names_of, read_by_layer
 from ...stages.tracing.shape_inference import Shapes
 from ...stages.tracing.skeleton import Skeleton
 from ...stages.tracing.tracer import LayerGraph
-from ..distributed.process_group import World
 from ..schedules.async_1f1b import StreamState, between
 from ..schedules.instruction import Instruction, Op
 from ..schedules.messages import (
@@ -40,7 +39,9 @@ from ..schedules.messages import (
 )
 from ..schedules.replicated import as_one, schedule_of
 from ..schedules.verify import smallest_window, verify
+from .agreement import Agreement
 from .batches import MicroBatch
+from .fingerprints import of_layers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +87,18 @@ class Recorded(NamedTuple):
         pairs = zip(traced.layers, self.stage_of[mode], strict=True)
         return traced, [layer for layer, place in pairs if place == stage]
 
+    def tied(self, mode: str, num_stages: int) -> list[set[str]]:
+        """Names of the parameters that come to each stage from another one."""
+        traced, record = self.shapes.traced[mode], self.shapes.real[mode]
+        routed = routes(traced, record, self.stage_of[mode], num_stages=num_stages)
+        return [{record.values[number].name for number in route.tied} for route in routed]
+
 
 class Steps:
     """The steps of a plan over a traced model; ``mode`` is "train" or "eval" throughout."""
 
-    def __init__(self, plan: Plan, graph: LayerGraph, model: nn.Module, world: World) -> None:
-        self.plan, self.world = plan, world
+    def __init__(self, plan: Plan, graph: LayerGraph, model: nn.Module, agreement: Agreement) -> None:
+        self.plan, self.world, self.agreement, self.written = plan, agreement.world, agreement, graph.written
         self.codecs = written_by(plan.codec).union(*map(written_by, plan.named_codecs.values()))
         self.shapes, self.skeleton, self.example = Shapes(graph, model), Skeleton(model), graph.example_inputs
         stage_of = stage_of_layers(graph.train, plan.cuts)
@@ -105,6 +112,7 @@ class Steps:
         self.recorded = [Recorded(self.shapes, self.stage_of)]
         self.guards: ModelGuards | None = None
         self.known: dict[object, Planned] = {}
+        self.runs: dict[object, Recorded | PlanError] = {}  # by the shapes of a micro-batch
         self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
 
     def model_guards(self, model: nn.Module) -> ModelGuards:
@@ -153,46 +161,64 @@ class Steps:
     def _probed(self, mode: str, batch: Sequence[torch.Tensor]) -> tuple[Recorded, Probe]:
         """The run of the model that such a micro-batch takes, and what is known of its values; the model is
         recorded anew where it takes none that is known."""
+        key = mode, tuple((x.shape, x.stride(), x.dtype) for x in batch)
+        one = self.runs.get(key)
+        if one is None:
+            if len(self.runs) == KEPT:
+                del self.runs[next(iter(self.runs))]
+            one = self.runs[key] = self._run_for(mode, batch)
+        if isinstance(one, PlanError):
+            raise one
+        if one is not self.recorded[0]:
+            self.recorded.remove(one)
+            self.recorded.append(one)
+        return one, one.shapes.probe(mode, batch)
+
+    def _run_for(self, mode: str, batch: Sequence[torch.Tensor]) -> Recorded | PlanError:
+        """Return the run that takes such a micro-batch, a new one if none does, or why there is none."""
         refused: PlanError | None = None
         for one in self.recorded:
             try:
-                record = one.shapes.probe(mode, batch)
+                one.shapes.probe(mode, batch)
             except PlanError as error:
                 refused = refused or error
-                continue
-            if one is not self.recorded[0]:
-                self.recorded.remove(one)
-                self.recorded.append(one)
-            return one, record
+            else:
+                return one
         assert refused is not None
-        one = self._record(batch, refused)
+        try:
+            one = self._record(batch, refused)
+        except Disagreement:
+            raise
+        except PlanError as error:
+            return error
         if len(self.recorded) == MOST_RECORDED:
-            del self.recorded[1]
+            last = self.recorded.pop(1)
+            self.runs = {key: run for key, run in self.runs.items() if run is not last}
         self.recorded.append(one)
-        return one, one.shapes.probe(mode, batch)
+        return one
 
     def _record(self, batch: Sequence[torch.Tensor], refused: PlanError) -> Recorded:
-        """Record the model for such a micro-batch, which all that is recorded ``refused``.
+        """Record the model for such a micro-batch, which all that is recorded ``refused``; collective.
 
         Raises: PlanError: it cannot be recorded, or has its parts on other stages."""
         first, stages, began = self.shapes, self.plan.num_stages, time.perf_counter()
         ours = first.traced["train"]
-        try:
-            graph, root = self.skeleton.graph(
-                ours.call, batch, self.example, autocast=first.autocast, leaves=self.plan.leaves
-            )
-            if graph.train_probe.seeded != first.real["train"].seeded:
-                raise PlanError("other layers of the model are random")
-            train = follow_cuts(ours, self.stage_of["train"], graph, num_stages=stages)
-            stage_of = {"train": train}
-            if "eval" in self.stage_of:
-                stage_of["eval"] = follow(graph, train, num_stages=stages)
-            found = Recorded(Shapes(graph, root), stage_of)
-            self._check_parts(found)
-            assert self.guards is not None, "made with the engine"
-            self.guards.extend(found.shapes.traced)
-        except PlanError as error:
-            raise PlanError(f"{refused}; recorded with it, {error}") from error
+        with self.agreement.all_or_none("recording another shape"):
+            try:
+                graph, root = self.skeleton.graph(
+                    ours.call, batch, self.example, autocast=first.autocast, leaves=self.plan.leaves
+                )
+                train = follow_cuts(ours, self.stage_of["train"], graph, num_stages=stages)
+                stage_of = {"train": train}
+                if "eval" in self.stage_of:
+                    stage_of["eval"] = follow(graph, train, num_stages=stages)
+                found = Recorded(Shapes(graph, root), stage_of)
+                self._check_alike(found, graph)
+                assert self.guards is not None, "made with the engine"
+                self.guards.extend(found.shapes.traced)
+            except PlanError as error:
+                raise PlanError(f"{refused}; recorded with it, {error}") from error
+        self.agreement.agree("the layers at another shape", lambda: of_layers(graph))
         if self.world.rank == 0:
             sizes = ", ".join("x".join(map(str, x.shape)) for x in batch)
             warnings.warn(
@@ -202,12 +228,19 @@ class Steps:
             )
         return found
 
-    def _check_parts(self, other: Recorded) -> None:
-        """Refuse a run in which a stage reads parts of the model that it does not hold."""
-        first, last = self.recorded[0], self.plan.num_stages - 1
-        for mode, stage in itertools.product(self.stage_of, range(self.plan.num_stages)):
+    def _check_alike(self, other: Recorded, graph: LayerGraph) -> None:
+        """Refuse a run that needs more than the stages were made for.
+
+        Raises: PlanError: a stage reads parts that it does not hold, or another stage's parameter; other
+                layers are random, or write to buffers; parameters that come by layer are of other layers."""
+        first, plan = self.recorded[0], self.plan
+        if graph.train_probe.seeded != first.shapes.real["train"].seeded:
+            raise PlanError("other layers of the model are random")
+        if written := graph.written - self.written:
+            raise PlanError(f"a forward writes to {min(written)}")
+        for mode, stage in itertools.product(self.stage_of, range(plan.num_stages)):
             known, needed = (
-                {*itertools.chain(*names_of(*one.layers(mode, stage), output=stage == last))}
+                {*itertools.chain(*names_of(*one.layers(mode, stage), output=stage == plan.num_stages - 1))}
                 for one in (first, other)
             )
             if missing := needed - known - {*other.shapes.traced[mode].constants}:
@@ -215,6 +248,15 @@ class Steps:
                     f"stage {stage} reads {min(missing)} in {mode} mode, which it does not hold; pad to one "
                     "shape"
                 )
+            if plan.stages[stage].parameters_tier != "device":
+                here, there = (read_by_layer(one.layers(mode, stage)[1]) for one in (first, other))
+                if moved := [name for name, read in there.items() if read and here.get(name) != read]:
+                    raise PlanError(
+                        f"layer {moved[0]} reads other parameters, which come by the names of layers; leave "
+                        "parameters on the device"
+                    )
+            if first.tied(mode, plan.num_stages)[stage] != other.tied(mode, plan.num_stages)[stage]:
+                raise PlanError(f"stage {stage} shares other parameters with other stages")
 
     def _plan(self, mode: str, inputs: Inputs, extra: int) -> Planned:
         _, routed = self.routed(mode, inputs)

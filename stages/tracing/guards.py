@@ -249,11 +249,11 @@ class ModelGuards:
         known = {guard.name for guard in (*self.guards, *self.flags)}
         reads = {read for traced in traces.values() for read in traced.reads if read[1] != "training"}
         flags = {read for read in traces["train"].reads if read[1] == "training"}
-        for into, theirs in ((self.guards, reads), (self.flags, flags)):
-            for guard in self._on(theirs):
-                refuse_difference(guard.difference())
-                into += [guard] * (guard.name not in known)
-        self.guards += [guard for key, guard in code.items() if key not in self.code]
+        new = [guard for guard in self._on(reads) if guard.name not in known]
+        for guard in new:
+            refuse_difference(guard.difference())
+        self.guards += [*new, *(guard for key, guard in code.items() if key not in self.code)]
+        self.flags += [guard for guard in self._on(flags) if guard.name not in known]
         self.code |= code
         for layer in traces["train"].layers:
             if layer.node.op == "call_module":

@@ -141,6 +141,19 @@ def names_of(traced: Traced, layers: Iterable[Layer], *, output: bool) -> tuple[
     return modules, tensors
 
 
+def read_by_layer(layers: Iterable[Layer]) -> dict[str, set[str]]:
+    """By the name of a layer, the modules and tensors that it reads by their paths."""
+    nodes = [layer.node for layer in layers]
+    return {
+        node.name: {
+            str(one.target)
+            for one in (node, *node.all_input_nodes)
+            if one.op == "get_attr" or (one is node and one.op == "call_module")
+        }
+        for node in nodes
+    }
+
+
 def tensors_read(node: fx.Node, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, buffers and constants that a node reads itself, by path.
 

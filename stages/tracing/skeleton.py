@@ -1,13 +1,13 @@
 """A model without the values of its parameters, from which it is recorded again for inputs of other shapes.
 
 A rank keeps its own layers only, so nobody has the whole model once it trains. A record does not hang on the
-values of parameters: they are made up, the same on all ranks. Buffers keep the values that they had."""
+values of large parameters: they are made up, the same on all ranks. Small ones and buffers keep the values
+that they had."""
 
 from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,6 +17,8 @@ from .capture.call_spec import Call, Constant
 from .meta_model import has_meta, on_meta
 from .model_checks import Leaf
 from .tracer import LayerGraph, trace
+
+KEPT = 4096  # elements of a parameter that keeps its values: a gate, a bias, what forward may look at
 
 
 class Skeleton:
@@ -48,9 +50,7 @@ class Skeleton:
         tensors = [_like(one, known) for one, known in zip(inputs, example, strict=True)]
         whole = [Constant(t) if w else t for t, w in zip(tensors, call.whole, strict=True)]
         args, kwargs = call.arguments(whole)  # type: ignore[arg-type]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that outputs are left out was said of the first record
-            return trace(root, args or kwargs, autocast=autocast, leaves=leaves), root
+        return trace(root, args or kwargs, autocast=autocast, leaves=leaves), root
 
     def _whole(self) -> nn.Module:
         """A copy in which parameters have values."""
@@ -64,15 +64,17 @@ class Skeleton:
 
 
 def _is_made_up(parameter: Tensor) -> bool:
-    return type(parameter) is nn.Parameter and (parameter.is_floating_point() or parameter.is_complex())
+    numbers = parameter.is_floating_point() or parameter.is_complex()
+    return type(parameter) is nn.Parameter and numbers and parameter.numel() > KEPT
 
 
 def _made_up(like: Tensor, generator: torch.Generator) -> Tensor:
     """Values of about the size that layers begin with."""
     wide = math.prod(like.shape[1:]) if like.dim() > 1 else 1
     kind = like.dtype if like.is_complex() else torch.float32
-    values = torch.randn(like.shape, dtype=kind, generator=generator).div_(math.sqrt(max(1, wide)))
-    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    values = torch.randn(like.shape, dtype=kind, generator=generator, device=generator.device)
+    values.div_(math.sqrt(max(1, wide)))
+    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=generator.device)
     return out.copy_(values + (like.dim() == 1))
 
 

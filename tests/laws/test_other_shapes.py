@@ -1,11 +1,16 @@
 """Batches whose shapes lead a model through other numbers, or other layers: the plain loop's bits."""
 
+import functools
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from small_pipelines import differences, pipeline_of
+from cases import OPTIMIZERS
+from small_pipelines import built, differences, model_of, pipeline_of, profile_of
 from torch import nn
+from torch.nn import functional as F
+from zoo import cross_entropy
 
 import penstock
 from penstock.pipeline.runtime import step_planner
@@ -95,10 +100,10 @@ def pictures(sizes=((8, 8), (12, 12), (8, 4), (8, 8))):
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model was recorded anew:UserWarning")
 
-MODELS = {
-    "text": (Text, texts),
-    "scan": (Scan, lambda: texts(samples=11)[:-1]),
-    "pictures": (Patches, pictures),
+MODELS: dict[str, Any] = {
+    "text": (Text, texts, {}),
+    "scan": (Scan, lambda: texts(samples=11)[:-1], {"cuts": ["words", "stack"]}),
+    "pictures": (Patches, pictures, {}),
 }
 HOW = {
     "every cut": {},
@@ -109,18 +114,18 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [(n, h) for n in MODELS for h in HOW if (n, h) != ("scan", "every cut")]
-)
+@pytest.mark.parametrize(("name", "how"), [(n, h) for n in MODELS for h in HOW if (n, h) != ("scan", "far")])
 def test_batches_of_other_shapes_have_the_bits_of_the_plain_loop(name, how):
-    make, data = MODELS[name]
-    assert differences(make, data=data(), **HOW[how]) == []
+    make, data, cuts = MODELS[name]
+    settings = {name: value for name, value in HOW[how].items() if not cuts or name != "stages"}
+    assert differences(make, data=data(), **settings, **cuts) == []
 
 
 def on_a_rank(name):
-    make, data = MODELS[name]
+    make, data, cuts = MODELS[name]
     warnings.simplefilter("ignore")
-    return differences(make, data=data(), stages=2, ranks=2, deadline=90)
+    how: dict[str, Any] = {"cuts": cuts["cuts"][1:]} if cuts else {"stages": 2}
+    return differences(make, data=data(), ranks=2, deadline=90, **how)
 
 
 @pytest.mark.ranks
@@ -186,61 +191,112 @@ def test_a_shape_is_recorded_once_until_too_many_came(monkeypatch):
     assert len(pipe.steps.recorded) == 3
 
 
-class Other(nn.Module):
-    """Takes its two layers in another order when there are many places, or drops out then."""
+def kind_of(forward, width=8, **more):
+    """A model of three layers and an embedding; ``forward`` is told whether there are many places."""
 
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.words = kind, nn.Embedding(VOCABULARY, 6)
-        self.one, self.two, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, VOCABULARY)
+    def run(self, ids):
+        return forward(self, self.words(ids), ids.shape[1] > 8)
 
-    def forward(self, ids):
-        x, length = self.words(ids), ids.shape[1]
-        if self.kind == "order" and length > 8:
-            x = self.one(self.two(x).relu()).relu()
-        else:
-            x = self.two(self.one(x).relu()).relu()
-        if self.kind == "random" and length > 8:
-            x = nn.functional.dropout(x, 0.5)
-        if self.kind == "wide" and length > 8:
-            x = x.view(-1, 7)
-        return self.head(x)
+    words, head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY)
+    one, two = nn.Linear(width, width), nn.Linear(width, width)
+    model = model_of(run, words=words, one=one, two=two, head=head)
+    for name, part in more.items():
+        model.register_buffer(name, part) if type(part) is torch.Tensor else setattr(model, name, part)
+    return model
 
 
-def test_what_only_other_shapes_read_is_held_against_what_it_was():
-    class Scaled(Text):
-        scale = 1.0
+def in_order(m, x, many):
+    x = m.one(m.two(x).relu()) if many else m.two(m.one(x).relu())
+    return m.head(x.relu())
 
-        def forward(self, ids):
-            return super().forward(ids) * (self.scale if ids.shape[1] > 8 else 1)
 
+def tied_at_first(m, x, many):
+    return m.head(m.one(m.two(x if many else m.one(x)).relu()))
+
+
+def tied_later(m, x, many):
+    x = m.two(F.linear(F.linear(x, m.weight), m.weight)).relu()
+    return m.head(F.linear(x, m.weight) if many else x)
+
+
+def writes(m, x, many):
+    if many:
+        m.seen.add_(0.5)
+    return m.head(m.two(x + m.seen).relu())
+
+
+def reads(m, x, many):
+    return m.head(m.two(x).relu()) * (m.scale if many else 1)
+
+
+REFUSED = {
+    "every cut of a scan": (Scan, None, "reads cell in train mode, which it does not hold"),
+    "order": (lambda: kind_of(in_order), ["words", "one", "two"], "no cut keeps the parts of the model"),
+    "random": (
+        lambda: kind_of(lambda m, x, many: m.head(F.dropout(m.two(x), 0.5) if many else m.two(x))),
+        ["two"],
+        "other layers of the model are random",
+    ),
+    "size": (
+        lambda: kind_of(lambda m, x, many: m.head(m.two(x.view(-1, 7) if many else x))),
+        ["two"],
+        r"shape '\[-1, 7\]' is invalid",
+    ),
+    "tied at first": (lambda: kind_of(tied_at_first), ["two"], "shares other parameters with other stages"),
+    "tied later": (
+        lambda: kind_of(tied_later, weight=nn.Parameter(torch.eye(8))),
+        ["two"],
+        "shares other parameters with other stages",
+    ),
+    "written": (lambda: kind_of(writes, seen=torch.ones(())), ["two"], "a forward writes to seen"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_cut_alike_is_refused_and_training_goes_on(kind):
+    make, cuts, told = REFUSED[kind]
     (x, y), (longer, long_targets), *_ = texts()
-    for late in (False, True):
-        model = Scaled()
-        model.scale = 2.0
-        pipe = pipeline_of(model, example=(x[:3],), stages=2)
-        pipe.step(x, y)
-        if late:
-            pipe.step(longer, long_targets)
-        model.scale = 3.0
-        with pytest.raises(penstock.PlanError, match=r"scale was 2\.0 when the model was traced"):
-            pipe.step(longer, long_targets)
-
-
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("all", "reads cell in train mode, which it does not hold"),
-        ("order", "no cut keeps the parts of the model on stages 1 and 2 apart"),
-        ("random", "other layers of the model are random"),
-        ("wide", "shape '\\[-1, 7\\]' is invalid"),
-    ],
-)
-def test_what_cannot_be_cut_alike_is_refused_and_training_goes_on(kind, told):
-    (x, y), (longer, long_targets), *_ = texts()
-    model, cuts = (Scan(), None) if kind == "all" else (Other(kind), ["words", "one", "two"])
-    pipe = pipeline_of(model, example=(x[:3],), cuts=cuts)
+    pipe = pipeline_of(make(), example=(x[:3],), cuts=cuts)
     pipe.step(x, y)
+    for _ in range(2):
+        with pytest.raises(penstock.PlanError, match=told):
+            pipe.step(longer, long_targets)
+    pipe.step(x, y)
+
+
+def test_parameters_in_a_tier_come_by_the_names_of_layers():
+    told = "comes? by the names of layers"
     with pytest.raises(penstock.PlanError, match=told):
-        pipe.step(longer, long_targets)
-    pipe.step(x, y)
+        differences(functools.partial(Scan, 64), data=texts(), cuts=["words"], parameters_tier="disk")
+
+
+def test_ranks_that_record_something_else_say_so():
+    def rank(world):
+        pipe = penstock.Pipeline(
+            models[world.rank],
+            plan if world.rank == 0 else None,
+            loss=cross_entropy,
+            optimizer=OPTIMIZERS["sgd"],
+            world=world,
+        )
+        pipe.step(x, y)
+        with pytest.raises(penstock.PlanError, match=r"the layer mul in train mode"):
+            pipe.step(longer, long_targets)
+
+    (x, y), (longer, long_targets), *_ = texts()
+    models = [built(lambda scale=scale: kind_of(reads, scale=scale)) for scale in (2.0, 3.0)]
+    profile = profile_of(built(lambda: kind_of(reads, scale=2.0)), (x[:3],))
+    plan = penstock.partition(profile, cuts=["two"], micro_batches=3)
+    penstock.in_threads(rank, ranks=2, deadline=60)
+
+
+def test_outputs_of_several_lengths_are_a_list_and_what_an_eval_reads_is_no_flag_of_training():
+    (x, _), (longer, _), *_ = texts()
+    dropped = lambda m, h, _: m.head(F.dropout(m.two(h.view(*h.shape)), 0.1, m.training))  # noqa: E731
+    model = kind_of(dropped)
+    pipe = pipeline_of(model, example=(x[:3],), cuts=["two"], loss=lambda out, _: out.square().mean())
+    parts = penstock.Split((x[:3], longer[:3], x[3:6]))
+    found = pipe.step(parts, torch.zeros(9), outputs=True).outputs
+    assert [len(part[0]) for part in found] == [8, 12, 8]
+    model.eval()
+    assert pipe.evaluate(longer[:, :5]).shape[1] == 5

@@ -210,7 +210,7 @@ def _follows(rule: Any, found: Any, samples: int) -> bool:
     if isinstance(rule, fx.Node):
         return isinstance(found, fx.Node)
     if isinstance(rule, Table) and type(found) is int:
-        rule.values[samples] = found
+        rule.values.setdefault(samples, found)
     if isinstance(rule, Affine | Table):
         return type(found) is int and rule.at(samples) == found
     if isinstance(rule, Opens):
