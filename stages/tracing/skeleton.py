@@ -18,7 +18,7 @@ from .meta_model import has_meta, on_meta
 from .model_checks import Leaf
 from .tracer import LayerGraph, trace
 
-KEPT = 4096  # elements of a parameter that keeps its values: a gate, a bias, what forward may look at
+KEPT = 1024  # elements of a parameter that keeps its values: a gate, a bias, what forward may look at
 
 
 class Skeleton:
