@@ -22,8 +22,9 @@ from penstock.pipeline.schedules.simulate import EXCHANGE_RATE, exchange_seconds
 
 
 def crossed(profile, position):
-    """The values that pass a cut in front of a layer."""
-    return [v for v in profile.values if max(v.producer, -1) < position <= max(v.users, default=-1)]
+    """The values that pass a cut in front of a layer; the output, which reads last, is in front of no cut."""
+    last = len(profile.layers) - 1
+    return [v for v in profile.values if max(v.producer, -1) < position <= min(max(v.users, default=-1), last)]
 
 
 def crossing(profile, position):
