@@ -112,7 +112,7 @@ class Steps:
         self.recorded = [Recorded(self.shapes, self.stage_of)]
         self.guards: ModelGuards | None = None
         self.known: dict[object, Planned] = {}
-        self.runs: dict[object, Recorded | PlanError] = {}  # by the shapes of a micro-batch
+        self.runs: dict[object, Recorded] = {}  # by the shapes of a micro-batch
         self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
 
     def model_guards(self, model: nn.Module) -> ModelGuards:
@@ -167,15 +167,13 @@ class Steps:
             if len(self.runs) == KEPT:
                 del self.runs[next(iter(self.runs))]
             one = self.runs[key] = self._run_for(mode, batch)
-        if isinstance(one, PlanError):
-            raise one
         if one is not self.recorded[0]:
             self.recorded.remove(one)
             self.recorded.append(one)
         return one, one.shapes.probe(mode, batch)
 
-    def _run_for(self, mode: str, batch: Sequence[torch.Tensor]) -> Recorded | PlanError:
-        """Return the run that takes such a micro-batch, a new one if none does, or why there is none."""
+    def _run_for(self, mode: str, batch: Sequence[torch.Tensor]) -> Recorded:
+        """Return the run that takes such a micro-batch, a new one if none does."""
         refused: PlanError | None = None
         for one in self.recorded:
             try:
@@ -185,12 +183,7 @@ class Steps:
             else:
                 return one
         assert refused is not None
-        try:
-            one = self._record(batch, refused)
-        except Disagreement:
-            raise
-        except PlanError as error:
-            return error
+        one = self._record(batch, refused)
         if len(self.recorded) == MOST_RECORDED:
             last = self.recorded.pop(1)
             self.runs = {key: run for key, run in self.runs.items() if run is not last}
@@ -214,16 +207,18 @@ class Steps:
                     stage_of["eval"] = follow(graph, train, num_stages=stages)
                 found = Recorded(Shapes(graph, root), stage_of)
                 self._check_alike(found, graph)
+                self.agreement.agree("the layers at another shape", lambda: of_layers(graph))
                 assert self.guards is not None, "made with the engine"
                 self.guards.extend(found.shapes.traced)
+            except Disagreement:
+                raise
             except PlanError as error:
                 raise PlanError(f"{refused}; recorded with it, {error}") from error
-        self.agreement.agree("the layers at another shape", lambda: of_layers(graph))
         if self.world.rank == 0:
             sizes = ", ".join("x".join(map(str, x.shape)) for x in batch)
             warnings.warn(
                 f"the model was recorded anew for micro-batches of the shape {sizes}, in "
-                f"{time.perf_counter() - began:.1f} s; shapes that come again take no time",
+                f"{time.perf_counter() - began:.1f} s; shapes that come again are known",
                 stacklevel=2,
             )
         return found
@@ -255,8 +250,10 @@ class Steps:
                         f"layer {moved[0]} reads other parameters, which come by the names of layers; leave "
                         "parameters on the device"
                     )
-            if first.tied(mode, plan.num_stages)[stage] != other.tied(mode, plan.num_stages)[stage]:
-                raise PlanError(f"stage {stage} shares other parameters with other stages")
+        for mode in self.stage_of:
+            here, there = (one.tied(mode, plan.num_stages) for one in (first, other))
+            if changed := [n for n, (a, b) in enumerate(zip(here, there, strict=True)) if a != b]:
+                raise PlanError(f"stage {changed[0]} shares other parameters with other stages")
 
     def _plan(self, mode: str, inputs: Inputs, extra: int) -> Planned:
         _, routed = self.routed(mode, inputs)

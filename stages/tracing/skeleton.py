@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,8 @@ class Skeleton:
         self._has_values = not has_meta(model)
         self._devices = {name: parameter.device for name, parameter in model.named_parameters()}
         held = [p for p in model.parameters() if self._has_values and _is_made_up(p)]
-        without = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in held}
-        self._model = copy.deepcopy(model, without) if self._has_values else on_meta(model)  # type: ignore[arg-type]
+        without: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in held}
+        self._model = copy.deepcopy(model, without) if self._has_values else on_meta(model)
 
     def graph(
         self,
@@ -48,19 +49,19 @@ class Skeleton:
         Raises:  PlanError: what ``trace`` refuses."""
         root = self._whole()
         tensors = [_like(one, known) for one, known in zip(inputs, example, strict=True)]
-        whole = [Constant(t) if w else t for t, w in zip(tensors, call.whole, strict=True)]
-        args, kwargs = call.arguments(whole)  # type: ignore[arg-type]
+        given: list[Any] = [Constant(t) if w else t for t, w in zip(tensors, call.whole, strict=True)]
+        args, kwargs = call.arguments(given)
         return trace(root, args or kwargs, autocast=autocast, leaves=leaves), root
 
     def _whole(self) -> nn.Module:
         """A copy in which parameters have values."""
-        made: dict[int, nn.Parameter] = {}
+        made: dict[int, Any] = {}
         generator = torch.Generator().manual_seed(0)
         for name, parameter in self._model.named_parameters() if self._has_values else ():
             if parameter.is_meta:
                 values = _made_up(parameter, generator).to(self._devices[name])
                 made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-        return copy.deepcopy(self._model, made)  # type: ignore[arg-type]
+        return copy.deepcopy(self._model, made)
 
 
 def _is_made_up(parameter: Tensor) -> bool:

@@ -266,6 +266,35 @@ def test_what_cannot_be_cut_alike_is_refused_and_training_goes_on(kind):
     pipe.step(x, y)
 
 
+def test_what_only_other_shapes_read_is_held_against_what_it_was():
+    (x, y), (longer, long_targets), *_ = texts()
+    for late in (False, True):
+        model = kind_of(reads, scale=2.0)
+        pipe = pipeline_of(model, example=(x[:3],), cuts=["two"])
+        pipe.step(x, y)
+        if late:
+            pipe.step(longer, long_targets)
+        vars(model)["scale"] = 3.0
+        with pytest.raises(penstock.PlanError, match=r"scale was 2\.0 when the model was traced"):
+            pipe.step(longer, long_targets)
+        vars(model)["scale"] = 2.0
+        pipe.step(longer, long_targets)
+
+
+def test_numbers_that_follow_no_rule_are_learnt_for_each_length():
+    def every_third(m, x, _):
+        x = x.flatten(0, 1)[::3]
+        return m.head(m.two(x).view(x.shape[0], -1))
+
+    found: list[list[float]] = []
+    settings: dict[str, Any]
+    for settings in ({"cuts": ["two"]}, {"stages": 1}):
+        settings |= {"example": (texts()[0][0][:3],), "loss": lambda outputs, _: outputs.square().mean()}
+        pipe = pipeline_of(built(lambda: kind_of(every_third)), **settings)
+        found.append([pipe.step(*texts()[place]).loss for place in (0, 1, 0)])
+    assert found[0] == found[1]
+
+
 def test_parameters_in_a_tier_come_by_the_names_of_layers():
     told = "comes? by the names of layers"
     with pytest.raises(penstock.PlanError, match=told):
