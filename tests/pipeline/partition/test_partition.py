@@ -24,7 +24,8 @@ from penstock.pipeline.schedules.simulate import EXCHANGE_RATE, exchange_seconds
 def crossed(profile, position):
     """The values that pass a cut in front of a layer; the output, which reads last, is in front of no cut."""
     last = len(profile.layers) - 1
-    return [v for v in profile.values if max(v.producer, -1) < position <= min(max(v.users, default=-1), last)]
+    ends = [(v, min(max(v.users, default=-1), last)) for v in profile.values]
+    return [v for v, end in ends if max(v.producer, -1) < position <= end]
 
 
 def crossing(profile, position):
