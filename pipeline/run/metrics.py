@@ -73,9 +73,8 @@ class Totals:
         self.busy = tuple(map(sum, zip(self.busy, report.busy_seconds, strict=True)))
         self.steady += report.seconds
         self.ranks = [[one.rank for one in reports] for reports in report.of_ranks]
-        foretold = {str(rank): peaks for rank, peaks in predicted_peaks(report).items()}
-        if self.predicted.keys() != foretold.keys():
-            self.predicted = foretold
+        if self.predicted.keys() != {str(rank) for ranks in self.ranks for rank in ranks}:
+            self.predicted = {str(rank): peaks for rank, peaks in predicted_peaks(report).items()}
         for totals, reports in zip(self.of_ranks, report.of_ranks, strict=True):
             if len(totals) != len(reports):  # a run goes on with other replicas
                 totals[:] = [_together(totals), *(_zeros() for _ in reports[1:])]
