@@ -164,8 +164,7 @@ class MirroredUpdate(Update):
         ours = [n for n in range(len(turns)) if not self.divided or (in_turn and in_turn.has(n))]
         for place, following in zip(ours, [*ours[1:], len(turns)], strict=False):
             turn = turns[place]
-            by_element = in_turn is not None and in_turn.by_element
-            by_element &= mirror.comes_in_pieces
+            by_element = in_turn is not None and in_turn.by_element and mirror.has_one_version
             mirror.prefetch(following, whole=not by_element)
             is_mirrored, parts = place < len(mirror.turns), [turn]
             if by_element and is_mirrored:

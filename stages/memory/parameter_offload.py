@@ -735,16 +735,17 @@ class OffloadedParameters:
             self._evict(self._all[id(parameter)])
 
     @property
-    def comes_in_pieces(self) -> bool:
-        """Return whether an update of single elements may take pieces: no older version reads them, too."""
+    def has_one_version(self) -> bool:
+        """Return whether nobody reads older values, so that an update may write newer ones in pieces."""
         return not self._versions
 
     def pieces(self, parameter: Parameter, *, written: bool) -> Iterator[Parameter] | None:
-        """Return the pieces of ``parameter`` for an update of each by itself; None: it comes as a whole.
+        """Return the pieces of ``parameter`` for an update of each by itself, where this ``has_one_version``;
+        None: it comes as a whole.
 
         Args:    written: the gradients are written to as well."""
         one, optimizer = self._all[id(parameter)], self._optimizer
-        if optimizer is None or self._versions or not one.comes_in_pieces(self._kept(parameter)):
+        if optimizer is None or not one.comes_in_pieces(self._kept(parameter)):
             return None
         return self._counted(one, one.pieces(optimizer.state, written=written))
 
