@@ -21,8 +21,9 @@ class Lru:
     def __init__(self, capacity: int, *, keep: float = 0.0) -> None:
         self.capacity, self._num_bytes, self._keep = capacity, 0, keep
         self._entries: dict[Entry, int] = {}  # bytes; what was used last comes last
-        self._data: dict[str, str] = {}
+        self._data: dict[str, str] = {}  # by job
         self._until: dict[str, float] = {}  # of data that no job reads
+        self._private: set[str] = set()  # data that no other job can name
 
     @property
     def held(self) -> Mapping[str, int]:
@@ -36,15 +37,18 @@ class Lru:
 
     def join(self, job: Job, now: float) -> None:
         self._data[job.name] = job.data
-        if now <= self._until.get(job.data, math.inf):
-            self._until.pop(job.data, None)
+        if not job.shared:
+            self._private.add(job.data)
+        elif now <= self._until.get(job.data, -math.inf):
+            del self._until[job.data]
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
         """See ``Policy``: what nobody reads any more is evicted, at once or later."""
         gone, data = self._expire(now), self._data.pop(name, None)
         if data is None or data in self._data.values():
             return gone
-        if not self._keep:
+        if not self._keep or data in self._private:
+            self._private.discard(data)
             return gone + self._evict({data})
         self._until[data] = now + self._keep
         return gone
