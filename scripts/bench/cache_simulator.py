@@ -71,8 +71,9 @@ def simulate(loads: Sequence[Load], policy: Policy) -> Trace:
             if epoch:  # its first epoch was measured: reading is not hidden, so every sample is wanted
                 io = {"batch_io": float(load.batch_size), "sample_io": 1.0, "hidden": 0.0}
                 times = Times(epoch=float(load.num_samples), augmentation=0.0, training=0.0, **io)
-            counts = {"num_samples": load.num_samples, "batch_size": load.batch_size}
-            policy.join(Job(name=name, data=f"data {load.data}", times=times, **counts), now)
+            data, num_samples = f"data {load.data}", load.num_samples
+            job = Job(name=name, data=data, num_samples=num_samples, batch_size=load.batch_size, times=times)
+            policy.join(job, now)
         if place == 0:
             following = load.order(epoch + 1) if epoch + 1 < load.epochs else None
             orders[name] = load.order(epoch)
