@@ -18,7 +18,7 @@ from disks import MIB, SIZES, Fails, Short, Slow, frame_of, put_all, refusing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.compression.buffers import Pool, size_class
+from penstock.compression.buffers import Frame, Pool, size_class
 from penstock.compression.errors import ConfigError, PlanError, StageError
 from penstock.stages.memory.disk import (
     UNIT,
@@ -370,7 +370,8 @@ def test_a_thread_that_finds_no_memory_is_told_to_whoever_comes_next(opened, mon
     disk, _ = opened()
     with monkeypatch.context() as patch:
         patch.setattr(mmap, "mmap", refusing(errno.ENOMEM))
-        disk.write(frame_of(MIB - 1)[0])  # no whole page, so it moves through another buffer
+        frame = Frame(torch.zeros(MIB, dtype=torch.uint8)[1:], MIB - 1, Pool())
+        disk.write(frame)  # it begins at no page, so it moves through another buffer
         with pytest.raises(StageError, match=r"1048575 bytes could not be written .* Cannot allocate memory"):
             disk.drain()
     disk.write(frame_of(MIB)[0])
