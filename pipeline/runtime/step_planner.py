@@ -100,7 +100,7 @@ class Steps:
     def __init__(self, plan: Plan, graph: LayerGraph, model: nn.Module, agreement: Agreement) -> None:
         self.plan, self.world, self.agreement, self.written = plan, agreement.world, agreement, graph.written
         self.codecs = written_by(plan.codec).union(*map(written_by, plan.named_codecs.values()))
-        self.shapes, self.skeleton, self.example = Shapes(graph, model), Skeleton(model), graph.example_inputs
+        self.shapes, self.skeleton, self.example = Shapes(graph), Skeleton(model), graph.example_inputs
         stage_of = stage_of_layers(graph.train, plan.cuts)
         self.stage_of = {"train": stage_of}
         self.refusal = ""
@@ -198,14 +198,14 @@ class Steps:
         ours = first.traced["train"]
         with self.agreement.all_or_none("recording another shape"):
             try:
-                graph, root = self.skeleton.graph(
+                graph = self.skeleton.graph(
                     ours.call, batch, self.example, autocast=first.autocast, leaves=self.plan.leaves
                 )
                 train = follow_cuts(ours, self.stage_of["train"], graph, num_stages=stages)
                 stage_of = {"train": train}
                 if "eval" in self.stage_of:
                     stage_of["eval"] = follow(graph, train, num_stages=stages)
-                found = Recorded(Shapes(graph, root), stage_of)
+                found = Recorded(Shapes(graph), stage_of)
                 self._check_alike(found, graph)
                 self.agreement.agree("the layers at another shape", lambda: of_layers(graph))
                 assert self.guards is not None, "made with the engine"
@@ -214,7 +214,7 @@ class Steps:
                 raise
             except PlanError as error:
                 raise PlanError(f"{refused}; recorded with it, {error}") from error
-        if self.world.rank == 0:
+        if self.world.rank == 0 and [x.shape[1:] for x in batch] != [x.shape[1:] for x in self.example]:
             sizes = ", ".join("x".join(map(str, x.shape)) for x in batch)
             warnings.warn(
                 f"the model was recorded anew for micro-batches of the shape {sizes}, in "

@@ -6,103 +6,27 @@ stage sends for a micro-batch of any size: identities can depend on it (a contig
 nothing).
 
 Where the meta device tells a model's shapes otherwise than a real run (attention kernels lay their results
-out otherwise there, experts chosen by value have no shape at all), real runs at a few sizes are scaled:
-every size in a shape is affine in the number of samples, or the record holds for the sizes that ran alone.
+out otherwise there, experts chosen by value have no shape at all), every other size is refused here, and
+whoever asks records the model anew.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 from ...compression.errors import PlanError
-from ..device import device_of, home_of
 from ..meta_watch import MetaWatch
-from ..seeds import seeded
 from ..torch_private import memory_id
-from .capture.call_spec import resized
-from .capture.dynamic_shapes import Affine, affine_of, at_size
 from .dataflow import Probe, Value, probe
-from .layers import Traced, casting, parts_of
+from .layers import Traced, parts_of
 from .meta_model import on_meta
 from .model_checks import as_written
 from .tracer import LayerGraph
 from .verify import refuse_written
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled:
-    """``real``: records by number of samples; ``shapes``: for every value its shape, with ``Affine`` sizes;
-    ``reason``: why no other number of samples can be told, "" where any can; ``failed``: what a size failed
-    with."""
-
-    real: dict[int, Probe]
-    shapes: tuple[tuple[int | Affine, ...], ...]
-    reason: str
-    failed: dict[int, str]
-
-    def at(self, samples: int) -> Probe:
-        """The record at this many samples.
-
-        Raises: PlanError: it cannot be told."""
-        if samples in self.real:
-            return self.real[samples]
-        if reason := self.failed.get(samples, self.reason) or ("" if samples > 1 else "it did not run"):
-            raise PlanError(reason)
-        first = next(iter(self.real.values()))
-        values = tuple(
-            dataclasses.replace(value, shape=at_size(shape, samples), strides=None)
-            for value, shape in zip(first.values, self.shapes, strict=True)
-        )
-        return dataclasses.replace(first, values=values, samples=samples)
-
-
-def scaled(traced: Traced, copies: Callable[[], nn.Module], example: Sequence[torch.Tensor]) -> Scaled:
-    """Run ``traced`` at the sizes that it was recorded at, each on a fresh copy of the model."""
-    real: dict[int, Probe] = {}
-    failed: dict[int, str] = {}
-    for size in traced.sizes:
-        try:
-            real[size] = probe(traced, parts_of(copies(), traced), resized(traced.call, example, size))
-        except Exception as error:
-            failed[size] = f"it does not run on {size} samples: {error}"
-    several = {size: record for size, record in real.items() if size > 1}
-    shapes, reason = _shapes(several)
-    tables = f"numbers in forward follow no rule but at {', '.join(map(str, real))} samples"
-    return Scaled(
-        real=real, shapes=shapes, reason=reason or (tables if traced.has_tables else ""), failed=failed
-    )
-
-
-def _shapes(records: dict[int, Probe]) -> tuple[tuple[tuple[int | Affine, ...], ...], str]:
-    """The shape of every value over the number of samples, and why there is none, if so."""
-    if len(records) < 2:
-        return (), "it runs on too few sizes to tell another"
-    probes = list(records.values())
-    for other in probes[1:]:
-        if _structure(other) != _structure(probes[0]):
-            return (), "what its layers return and write differs between sizes"
-    shapes = []
-    for values in zip(*(record.values for record in probes), strict=True):
-        if len({len(value.shape) for value in values}) > 1:
-            return (), f"the dimensions of {values[0].name} differ between sizes"
-        columns = zip(*(value.shape for value in values), strict=True)
-        rows = [affine_of(dict(zip(records, column, strict=True))) for column in columns]
-        if None in rows:
-            return (), f"the shape of {values[0].name} follows no rule"
-        shapes.append(tuple(row for row in rows if row is not None))
-    return tuple(shapes), ""
-
-
-def _structure(record: Probe) -> object:
-    values = [dataclasses.replace(value, shape=(), strides=None) for value in record.values]
-    return values, record.outputs, record.refused
-
 
 KEPT = 256  # records; texts of varying length would make ever more
 
@@ -110,7 +34,7 @@ KEPT = 256  # records; texts of varying length would make ever more
 class Shapes:
     """Records of both traces at any micro-batch size; that of the example comes from the real run."""
 
-    def __init__(self, graph: LayerGraph, model: nn.Module) -> None:
+    def __init__(self, graph: LayerGraph) -> None:
         self.traced = {"train": graph.train, "eval": graph.eval}
         self.real = {"train": graph.train_probe, "eval": graph.eval_probe}
         self.example, self.autocast = _key(graph.example_inputs), graph.autocast
@@ -118,11 +42,6 @@ class Shapes:
         self.known: dict[tuple[str, object], Probe] = {}
         self.differences = {
             mode: traced.fixed or self._difference(mode) for mode, traced in self.traced.items()
-        }
-        self.scaled = {
-            mode: self._scaled(model, mode, graph.example_inputs)
-            for mode, difference in self.differences.items()
-            if difference and not self.traced[mode].fixed
         }
 
     def probe(self, mode: str, inputs: Sequence[torch.Tensor]) -> Probe:
@@ -133,8 +52,10 @@ class Shapes:
         if key == self.example:
             return self.real[mode]
         if (mode, key) not in self.known:
+            if reason := self.differences[mode]:
+                raise self._other(key, f"this model's shapes cannot be told without running it ({reason})")
             try:
-                found = self._extrapolated(mode, key) if self.differences[mode] else self._run(mode, key)
+                found = self._run(mode, key)
             except PlanError:
                 raise
             except Exception as error:
@@ -145,34 +66,6 @@ class Shapes:
             real = self.real[mode]
             self.known[mode, key] = dataclasses.replace(found, random=real.random, seeded=real.seeded)
         return self.known[mode, key]
-
-    def _extrapolated(self, mode: str, key: _Key) -> Probe:
-        """The record where the meta device cannot tell it."""
-        reason = self.differences[mode]
-        samples = self.traced[mode].call.samples_of(_bare(key))
-        others = [size[1:] for size, *_ in key] != [size[1:] for size, *_ in self.example]
-        if mode in self.scaled and not others:
-            self._refuse_other_way(mode, key)
-            try:
-                return self.scaled[mode].at(samples)
-            except PlanError as error:
-                reason = str(error)
-        why = f"this model's shapes cannot be told without running it ({reason}); use equal micro-batches"
-        raise self._other(key, f"{why} of the example's size")
-
-    def _scaled(self, model: nn.Module, mode: str, example: Sequence[torch.Tensor]) -> Scaled:
-        """Records of real runs at a few sizes, on copies that stand in ``mode``."""
-
-        def copies() -> nn.Module:
-            model_copy = copy.deepcopy(model)
-            if mode == "eval" or not model_copy.training:  # modules keep their own flags, as in the trace
-                model_copy.train(mode == "train")
-            return model_copy
-
-        grad = torch.set_grad_enabled(mode == "train")
-        home = home_of(model)
-        with seeded(None, device_of(home).generators), grad, casting(self.autocast, home):
-            return scaled(self.traced[mode], copies, example)
 
     def _run(self, mode: str, key: _Key) -> Probe:
         traced: Traced = self.traced[mode]

@@ -41,17 +41,15 @@ class Skeleton:
         *,
         autocast: torch.dtype | None,
         leaves: Iterable[Leaf],
-    ) -> tuple[LayerGraph, nn.Module]:
+    ) -> LayerGraph:
         """Record the model for ``inputs``, whose shapes alone count.
 
         Args:    example: inputs of another record; their values are taken.
-        Returns: the record, and the model that was recorded.
         Raises:  PlanError: what ``trace`` refuses."""
-        root = self._whole()
         tensors = [_like(one, known) for one, known in zip(inputs, example, strict=True)]
         given: list[Any] = [Constant(t) if w else t for t, w in zip(tensors, call.whole, strict=True)]
         args, kwargs = call.arguments(given)
-        return trace(root, args or kwargs, autocast=autocast, leaves=leaves), root
+        return trace(self._whole(), args or kwargs, autocast=autocast, leaves=leaves)
 
     def _whole(self) -> nn.Module:
         """A copy in which parameters have values."""

@@ -1,6 +1,5 @@
 """Another way than in the trace, by inputs or returned numbers: the bits of the plain loop, or a refusal."""
 
-import copy
 from typing import Any
 
 import numpy
@@ -11,8 +10,6 @@ from torch import fx, nn
 
 import penstock
 from penstock import PenstockError
-from penstock.compression.errors import PlanError
-from penstock.stages.tracing.shape_inference import scaled
 
 
 class Net(nn.Module):
@@ -93,24 +90,6 @@ def test_a_constant_may_have_another_length():
     given = numbers(7, 4), torch.arange(4.0)
     assert torch.equal(pipe.evaluate(given), model.eval()(*given).detach())
     pipe.step(given)
-
-
-def records(sizes):
-    """Records of real runs at a few sizes, of a model that makes a tensor of so many rows."""
-    own, example = Net(lambda x: x * torch.relu(torch.ones(sizes(len(x)))).mean()), (numbers(4, 4),)
-    return scaled(penstock.trace(own, example).train, lambda: copy.deepcopy(own), example)
-
-
-def test_a_size_that_follows_the_samples_is_told():
-    at_seven = records(lambda samples: 3 * samples + 1).at(7)
-    assert (at_seven.samples, at_seven.values[1].name, at_seven.values[1].shape) == (7, "ones", (22,))
-
-
-def test_a_size_that_follows_no_rule_is_told_where_it_ran_alone():
-    told = records(lambda samples: samples**2)
-    assert told.at(9).values[1].shape == (81,)
-    with pytest.raises(PlanError, match="the shape of ones follows no rule"):
-        told.at(7)
 
 
 NOW: list[Any] = [1]  # what the layer `returned` returns
