@@ -21,7 +21,7 @@ from ..device import CPU, autocast
 from ..torch_private import tree_unflatten
 from .capture.call_spec import Call
 from .capture.capture import Recording
-from .capture.dynamic_shapes import Table, at_size, facts_of, flat, mapped, same_way
+from .capture.dynamic_shapes import at_size, mapped, same_way
 from .capture.nodes import plain, where_of
 
 _META = torch.device("meta")
@@ -60,21 +60,14 @@ class Traced(Recording):
     call: Call
     recorded: torch.device
 
-    def extend(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        """Record ``model_copy`` on inputs of another shape or kind, hold this record against that, and learn
-        the numbers that follow no rule.
+    def check_same(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        """Record ``model_copy`` on inputs of another shape or kind, and hold this record against that.
 
         Raises: Different: the model goes another way there."""
         nodes = [*self.inputs, *(layer.node for layer in self.layers)]
         samples = self.call.samples_of(inputs)
         expects = [(n.target, at_size(n.meta["expect"], samples)) for n in nodes if "expect" in n.meta]
         same_way(nodes, self.again(model_copy, inputs, expects=expects), samples)
-
-    @property
-    def has_tables(self) -> bool:
-        """Return whether some numbers follow no rule, so that each size must be recorded."""
-        nodes = [layer.node for layer in self.layers if layer.moves]
-        return any(isinstance(part, Table) for node in nodes for part in flat(facts_of(node)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class LayerGraph:
             "no cut": [f"behind {name}: {reason}" for reason, name in list(reversed(reasons.items()))[:3]],
             "one layer": _some([f"{name} ({why})" for name, why in self.train.leaves.items()]),
             "left out": [f"{name}, which no stage could put together again" for name in self.train.dropped],
-            "held to": [f"the example's number of samples: {self.train.fixed}"] if self.train.fixed else [],
+            "other sizes": [f"are recorded when they come: {self.train.fixed}"] if self.train.fixed else [],
             "layers": [", ".join(_some(list(self.layers)))],
         }
         name = type(self.model_copy).__name__

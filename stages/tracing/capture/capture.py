@@ -7,7 +7,6 @@ sample shows which numbers follow the size of the micro-batch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from torch import fx, nn
 from ....compression.errors import PlanError
 from ...torch_private import TreeSpec
 from .call_spec import Call, fresh, other_data, resized
-from .dynamic_shapes import Different, moving, refuse_data, same_way
+from .dynamic_shapes import Different, moving, refuse_data
 from .nodes import Unrecordable, path_of, where_of
 from .reads import CodeReads, Guard
 from .recorder import Applied, Recorder, applying, flattened
@@ -90,15 +89,6 @@ def capture(
         return runs.again(copies(), inputs, applied=applied)
 
     moves, fixed = _sizes(recorder.graph, again, call, example, sizes)
-    for size in {1, samples - 1} - {0, samples, samples + 1} if not fixed else ():
-        with contextlib.suppress(Exception):  # that size then is looked at if it ever comes
-            same_way(
-                [node for node in recorder.graph.nodes if node.op != "output"],
-                again(resized(call, example, size)),
-                size,
-                moves,
-            )
-            sizes = (*sizes, size)
     return Captured(
         graph=recorder.graph,
         spec=spec,

@@ -2,7 +2,7 @@
 
 Eager code reads a shape into Python and goes on with a number, so a recording holds the numbers of one size.
 Recordings at other sizes tell which of them move, and how: those that are affine in the number of samples
-are written as such; any other is a table of the sizes that were recorded.
+are written as such; where one follows no rule, each size is recorded when it comes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,6 @@ class Affine:
         return self.slope * samples + self.offset
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Table:
-    """Values of a number at the sizes that were recorded."""
-
-    values: dict[int, int]
-
-    def at(self, samples: int) -> int:
-        """The number for this many samples; KeyError where none was recorded."""
-        return self.values[samples]
-
-
 def affine_of(values: Mapping[int, int]) -> int | Affine | None:
     """The rule that gives ``values`` by number of samples (two or more): a number where they are all one,
     None where there is no rule."""
@@ -51,7 +40,7 @@ def affine_of(values: Mapping[int, int]) -> int | Affine | None:
 
 def at_size(item: Any, samples: int) -> Any:
     """``item`` with the numbers of a micro-batch of so many samples."""
-    return mapped(item, (Affine, Table), lambda rule: rule.at(samples))
+    return mapped(item, Affine, lambda rule: rule.at(samples))
 
 
 def mapped(item: Any, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
@@ -110,11 +99,11 @@ class Different(Exception):
 
 
 def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dict[fx.Node, Any]:
-    """For every node of ``graph`` whose numbers move: its (args, kwargs, expect, shape) with ``Affine`` or
-    ``Table`` in them.
+    """For every node of ``graph`` whose numbers move: its (args, kwargs, expect, shape) with ``Affine``
+    in them.
 
     Args:    samples: the size of micro-batch that ``graph`` was recorded at; ``others``: recordings by size.
-    Raises:  Different: they are not the same nodes.
+    Raises:  Different: they are not the same nodes, or a number follows no rule.
     """
     found: dict[fx.Node, Any] = {}
     twins = {size: pairs_of(graph, other) for size, other in others.items()}
@@ -124,7 +113,7 @@ def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dic
         for ours, *theirs in zip(flat(facts), *beside, strict=False):
             rule = _rule(node, ours, dict(zip(twins, theirs, strict=True)), samples, twins)
             numbers += [rule] if isinstance(ours, int) else []
-        if any(isinstance(number, Affine | Table) for number in numbers):
+        if any(isinstance(number, Affine) for number in numbers):
             rest = iter(numbers)
             found[node] = mapped(facts, int, lambda _, rest=rest: next(rest))
     return found
@@ -155,9 +144,10 @@ def _rule(
         return ours  # a function made anew in each run is the same by its name
     if type(ours) is not int or list(theirs) == [samples]:
         raise different(other[0])
-    values = {samples: ours, **theirs}
-    rule = affine_of(values)
-    return Table(values) if rule is None else rule
+    rule = affine_of({samples: ours, **theirs})
+    if rule is None:
+        raise different(other[0])
+    return rule
 
 
 def refuse_data(graph: fx.Graph, other: fx.Graph, samples: int) -> None:
@@ -181,12 +171,9 @@ def pairs_of(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
     return pairs
 
 
-def same_way(
-    nodes: Iterable[fx.Node], recording: fx.Graph, samples: int, facts: Mapping[fx.Node, Any] | None = None
-) -> None:
-    """Hold a recording with ``samples`` against ``nodes``, and write its numbers into their tables.
+def same_way(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int) -> None:
+    """Hold a recording with ``samples`` against ``nodes``.
 
-    Args:    facts: those of a node, where they do not stand in it yet.
     Raises:  Different: the recording goes another way, or has a number that the rule of its place does not
     give."""
     twins = {node.name: node for node in recording.nodes}
@@ -196,7 +183,7 @@ def same_way(
         its = twins.get(node.name)
         if its is None or called(node.target) != called(its.target):
             raise Different(node, its, f"the run has no {node.name} with {samples} samples")
-        pairs = zip(flat((facts or {}).get(node) or facts_of(node)), flat(facts_of(its)), strict=False)
+        pairs = zip(flat(facts_of(node)), flat(facts_of(its)), strict=False)
         if not all(_follows(rule, found, samples) for rule, found in pairs):
             raise Different(node, its, f"{node.name} is another call with {samples} samples")
     if len(ours) != len(theirs):
@@ -206,12 +193,10 @@ def same_way(
 
 
 def _follows(rule: Any, found: Any, samples: int) -> bool:
-    """Return whether a part of the facts of a run is what the rule gives; a table learns what it is."""
+    """Return whether a part of the facts of a run is what the rule gives."""
     if isinstance(rule, fx.Node):
         return isinstance(found, fx.Node)
-    if isinstance(rule, Table) and type(found) is int:
-        rule.values.setdefault(samples, found)
-    if isinstance(rule, Affine | Table):
+    if isinstance(rule, Affine):
         return type(found) is int and rule.at(samples) == found
     if isinstance(rule, Opens):
         return rule == found
