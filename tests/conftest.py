@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--corpora",
         type=Path,
         default=CHECKOUT.parent / "shared" / "corpora",
-        help="folder of profile graphs and placement cases to test against (default: ../shared/corpora)",
+        help="folder of corpora, which no test reads at present",
     )
 
 
@@ -41,14 +41,6 @@ def pytest_collection_finish() -> None:
     """Have the collector pass over what is here by now, which is torch above all."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def corpora(pytestconfig: pytest.Config) -> Path:
-    folder = Path(pytestconfig.getoption("--corpora") or "")
-    if not folder.is_dir():
-        pytest.skip(f"no corpora in {folder}; name their folder with --corpora=FOLDER")
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -154,12 +154,7 @@ def network(name: str) -> nn.Module:
         (wide, "60%", (64,)),
         *(
             pytest.param(functools.partial(network, name), share, (3, 64, 64), marks=pytest.mark.slow)
-            for name, share in [
-                ("resnet18", "25%"),
-                ("squeezenet1_1", "38%"),
-                ("mobilenet_v3_small", "38%"),
-                ("vgg11_bn", "60%"),
-            ]
+            for name, share in [("resnet18", "25%"), ("vgg11_bn", "60%")]
         ),
     ],
 )
@@ -186,8 +181,7 @@ def test_the_largest_layer_and_its_gradient_bound_a_budget(make, share, shape, t
     pipe.step(*batches[0])  # looking at the state brought all
     held = pipe.step(*batches[0]).stages[0].device_tier
     assert plan.memory is not None
-    if share != "38%":  # of tensors below a piece more is read and waits than so small a budget foresees
-        # Uncounted: what waits to be written, a saved tensor with its frame, and one that is read.
-        uncounted = max(plan.memory // 16, 1 << 20) + 2 * max(layer.saved_bytes for layer in profile.layers)
-        assert held <= 1.05 * plan.memory + uncounted + pipe.engine.frames.transport.pool.num_bytes
+    # Uncounted: what waits to be written, a saved tensor with its frame, and one that is read.
+    uncounted = max(plan.memory // 16, 1 << 20) + 2 * max(layer.saved_bytes for layer in profile.layers)
+    assert held <= 1.05 * plan.memory + uncounted + pipe.engine.frames.transport.pool.num_bytes
     pipe.close()

@@ -65,11 +65,6 @@ class Net(nn.Module):
         return self.c(torch.relu(self.b(self.trap(self, self.a(x)))))
 
 
-def replaced_buffer(net, x):
-    net.n = net.n + x.detach().mean()
-    return x * (1 + net.n)
-
-
 def borrowed(net, x):
     return torch.func.functional_call(net.b, {"bias": net.a.bias * 2}, (x,))
 
@@ -86,9 +81,7 @@ def add_encoder(net):
 
 
 TRAPS = {
-    "a buffer that is replaced": (replaced_buffer, None),
     "a borrowed parameter": (borrowed, None),
-    "a weight used twice": (lambda net, x: net.a(x), None),
     "padding, which evaluation nests": (padded, add_encoder),
 }
 

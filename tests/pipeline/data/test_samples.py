@@ -341,22 +341,6 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     assert read_idx(file, num_dims=3).shape == (3, 2, 2)
 
 
-def test_every_truncation_and_alteration_of_a_gzipped_file_is_read_or_refused(tmp_path: Path) -> None:
-    packed = gzip.compress(idx(np.arange(12, dtype=np.uint8).reshape(3, 2, 2)))
-    file = tmp_path / "images.gz"
-    altered = [
-        bytes([*packed[:at], packed[at] ^ 1 << bit, *packed[at + 1 :]])
-        for at in range(len(packed))
-        for bit in range(8)
-    ]
-    for data in [packed[:end] for end in range(len(packed))] + altered:
-        file.write_bytes(data)
-        try:
-            assert read_idx(file, num_dims=3).flatten().tolist() == list(range(12))
-        except ConfigError:
-            pass
-
-
 def test_labels_that_do_not_belong_to_the_images_are_refused(tmp_path: Path) -> None:
     for labels in (np.arange(5, dtype=np.uint8), np.full(6, 10, dtype=np.uint8)):
         folder = tmp_path / str(len(labels))

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import leaving
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,15 +135,6 @@ def test_threads_share_the_cores_that_this_process_may_use_and_are_at_least_one(
     assert 1 <= launcher.cores() <= (os.cpu_count() or 1)
     monkeypatch.setattr(launcher, "cores", lambda: 6)
     assert [launcher.threads_per_rank(ranks) for ranks in (1, 2, 4, 6, 12)] == [6, 3, 1, 1, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_groups_start_and_end_again_and_again_without_an_abort():
-    command = [sys.executable, str(Path(leaving.__file__)), "10"]
-    options = {"env": os.environ | {"GLOO_SOCKET_IFNAME": launcher._loopback()}, "timeout": 240}
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    assert (ended.stdout, ended.stderr) == ("{0: 20}\n", "")
 
 
 HOLD = """

@@ -109,22 +109,6 @@ def test_a_second_run_is_refused_while_the_first_lives_however_that_ends(folder)
     assert not folder.path.exists()
 
 
-def test_a_lock_that_was_opened_before_its_holder_removed_it_is_no_lock(folder, monkeypatch):
-    flock, opened = fcntl.flock, []
-    with holder_of(folder) as (_, end):
-
-        def wait_for_the_first(file, how):
-            if not opened:
-                end()  # between opening and locking, the first ends and the file is gone
-            opened.append(os.fstat(file).st_ino)
-            flock(file, how)
-
-        monkeypatch.setattr(fcntl, "flock", wait_for_the_first)
-        with folder.claim():
-            assert len(opened) == 2
-            assert (folder.path / ".lock").stat().st_ino == opened[-1]
-
-
 def test_a_file_system_without_locks_is_told(folder, monkeypatch):
     def flock(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -303,23 +287,6 @@ def test_a_disk_that_is_full_ends_no_training_and_is_told_once(disk, undisturbed
         assert run.said == [said]
         assert same_tree(end_of(run), undisturbed)
         assert run.whole() == [1, 2, 5, 6]
-
-
-def test_a_disk_that_becomes_read_only_ends_no_training_and_is_told_once(disk, undisturbed):
-    folder, remount = disk
-    with Run(folder, keep=1) as run:
-        assert run.steps(1) == [1]
-        remount("ro")
-        assert run.steps(2) == [1]
-        (said,) = run.said
-        assert "(Read-only file system)" in said
-        remount("rw")
-        assert run.steps(1) == [4]
-        assert len(run.said) == 1
-        remount("ro")
-        assert same_tree(end_of(run), undisturbed)
-        assert len(run.said) == 2
-        remount("rw")
 
 
 def on_a_small_rank(plan_path, folder):

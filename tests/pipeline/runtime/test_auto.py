@@ -12,7 +12,7 @@ import law
 import pytest
 import streams
 import torch
-from cases import Case, pipeline_of, plan_file, plan_of
+from cases import Case, pipeline_of, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 from law import differences
@@ -184,22 +184,6 @@ def test_seconds_of_trials_are_those_of_packing(monkeypatch):
     tried = [span for span in pipe.timeline() if span.op == "F" and span.micro_batch == 0]
     assert len(tried) == 3
     assert min(span.packing for span in tried) >= 0.02
-
-
-def decided_on_a_rank(case, plan_path):
-    policy = trained(case, 13, penstock.Plan.load(plan_path)).policy
-    assert isinstance(policy, Auto)
-    assert policy.chosen is not None
-    return sorted(policy.chosen.codecs.items()), policy.rates
-
-
-@pytest.mark.slow
-def test_all_ranks_choose_the_same_at_the_speed_of_their_links(ranks, tmp_path):
-    case = Case(model="mlp", cuts=["_1", "_3"], codec="auto")
-    (chosen, rates), *others = ranks.run(decided_on_a_rank, case, plan_file(case, tmp_path), ranks=3)
-    assert all(other == chosen for other, _ in others)
-    assert set(rates) == {(0, 1), (1, 0), (1, 2), (2, 1)}
-    assert all(rate > 1e6 for rate in rates.values())
 
 
 def contending(made_prices, *, codec, parallel_extra=(0, 2)):

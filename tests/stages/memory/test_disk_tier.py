@@ -6,7 +6,7 @@ from typing import Any
 
 import law
 import pytest
-from cases import OPTIMIZERS, Case, pipeline_of, plan_of
+from cases import OPTIMIZERS, Case, plan_of
 from disks import refusing
 from reference import same_bits
 from zoo import build, cross_entropy
@@ -46,13 +46,6 @@ def test_stages_share_one_disk_that_the_pipeline_closes(tmp_path):
     pipe.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
-
-
-def test_without_the_tier_no_file_is_opened():
-    plan, _ = plan_of(Case(model="gpt_relu", cuts=3))
-    pipe = pipeline_of(CASE, plan, build("gpt_relu", None)[0])
-    assert pipe.disk is None
-    pipe.close()
 
 
 @pytest.mark.parametrize(("what", "number"), [("write", errno.ENOSPC), ("read", errno.EIO)])

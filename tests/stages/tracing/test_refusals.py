@@ -1,6 +1,5 @@
 """Models that cannot be traced, cut or trained, and wrong arguments: refused by name, with the remedy."""
 
-import dataclasses
 import functools
 import random
 import types
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, prune, spectral_norm, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 from traps import TRAPS
-from zoo import cross_entropy
 
 import penstock
 from penstock import PlanError, StageError
@@ -259,22 +257,6 @@ def test_the_remedy_for_max_norm_works():
 
     model = model_of(renormed, rows=nn.Embedding(9, 8), end=nn.Linear(8, 3))
     assert penstock.trace(model, (torch.randint(9, (4,)),)).layers[-1] == "end"
-
-
-def test_a_gradient_that_no_frame_keeps_is_refused_where_it_comes():
-    def wide(self, x):
-        y = torch.relu(self.a(x))
-        return self.rest(torch.cat([self.one(y), self.many(y)], 1))
-
-    layers: dict[str, Any] = {"a": nn.Linear(6, 20), "one": nn.Linear(20, 1), "many": nn.Linear(20, 300)}
-    model, example = model_of(wide, rest=nn.Linear(301, 3), **layers), (torch.randn(4, 6),)
-    graph = penstock.trace(model, example)
-    profile = penstock.measure(graph, example, repeats=1)
-    unaware = dataclasses.replace(profile, refused=graph.train_probe.refused)  # of such gradients
-    plan = penstock.partition(unaware, cuts=["one"], micro_batches=3)
-    pipe = penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
-    with pytest.raises(StageError, match=r"the gradient of one has strides \(301, 1\).*cut elsewhere"):
-        pipe.step(*batch(200))
 
 
 def test_a_cut_that_such_a_gradient_would_cross_is_refused_ahead():

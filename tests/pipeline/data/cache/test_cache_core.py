@@ -20,7 +20,7 @@ from penstock.pipeline.data.cache.next_use import Expected, NextUse
 from penstock.pipeline.data.cache.policies import POLICIES, Lru
 from penstock.pipeline.data.cache.policies import policy as new_policy
 from penstock.pipeline.data.cache.policy import Job, Times
-from penstock.pipeline.data.cache.wire import pages_of, pieces
+from penstock.pipeline.data.cache.wire import pieces
 
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
 
@@ -126,14 +126,6 @@ def test_samples_that_the_policy_cannot_expect_are_only_looked_for():
     assert calls(core, "use", "offer") == []
 
 
-def test_the_policy_is_asked_in_whole_pages():
-    core = core_of(num_pages=3)
-    member = begun(core, hello(num_samples=8))
-    assert not store(core, member, 2, 31)
-    assert store(core, member, 3, 25)
-    assert [call[2:] for call in core.policy.calls if call[0] == "offer"] == [(2, 40), (3, 30)]
-
-
 def test_times_and_epochs_reach_the_policy():
     core = core_of()
     member = core.join(hello(num_samples=8), 0.0)
@@ -179,11 +171,6 @@ def test_the_predicted_end_is_that_of_what_is_left_at_the_pace_that_was_seen():
     assert (row["epoch"], row["progress"], row["finish_seconds"]) == (1, 0.0, 16.0)
 
 
-@pytest.mark.parametrize(("num_bytes", "needed"), [(0, 1), (1, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
-def test_a_sample_takes_whole_pages_and_an_empty_one_a_page(num_bytes, needed):
-    assert pages_of(num_bytes, 10) == needed
-
-
 def test_pages_are_taken_once_and_side_by_side_where_they_are_free():
     pages: Any = Pages(5, 10)
     first, second = (pages.reserve(("d", index), 20, b"") for index in range(2))
@@ -192,10 +179,6 @@ def test_pages_are_taken_once_and_side_by_side_where_they_are_free():
     assert pages.num_free == 1
     pages.free(("d", 0))
     assert list(pages.reserve(("d", 3), 30, b"").pages) == [0, 1, 4]
-
-
-def test_pages_side_by_side_are_one_piece():
-    assert pieces([3, 4, 7], 25, 10) == [(30, 50), (70, 75)]
 
 
 @given(st.permutations(range(12)), st.integers(0, 60))

@@ -1,19 +1,15 @@
 """The policies of the cache, step by step, and how close they come to the offline optimum."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
 from brokers import ALONE, Watched, watched_lru
 from cache_simulator import Load, optimum, simulate
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.pipeline.data.cache.next_use import NextUse
 from penstock.pipeline.data.cache.policies import Lru
-from penstock.pipeline.data.cache.policy import NEVER, Job, JobProgress, Times
+from penstock.pipeline.data.cache.policy import NEVER, Job, JobProgress
 
 
 def test_lru_lets_go_what_was_used_longest_ago():
@@ -165,38 +161,6 @@ def test_measured_times_give_way_to_what_was_seen():
     assert set(kept.entries) == {("b", 0)}
 
 
-def test_entries_that_are_queued_again_and_again_leave_no_heap_behind():
-    policy = NextUse(60)
-    kept = Watched(policy)
-    kept.join(job("a"), 0.0)
-    for epoch in range(200):
-        kept.begin("a", ORDER, ORDER, float(epoch))
-        assert all(kept.takes("a", index, float(epoch)) for index in ORDER)
-    assert len(policy._readers["a"].heap) < 200
-
-
-@pytest.mark.slow
-def test_a_use_and_an_offer_take_microseconds():
-    """About 2 and 7 where nothing else runs, 5 and 16 with eight jobs on one data set; here five times."""
-    num, jobs = 5000, 8
-    for data, bound in ((None, 50e-6), ("d", 120e-6)):
-        policy = NextUse(num * (jobs if data is None else 1) * 25)
-        for number in range(jobs):
-            times = Times(epoch=50.0, batch_io=1, sample_io=1, augmentation=0, training=0, hidden=0)
-            name = f"job{number}"
-            policy.join(Job(name=name, data=data or name, num_samples=num, batch_size=50, times=times), 0.0)
-            order = [(7919 * (index + 13 * number)) % num for index in range(num)]
-            policy.begin(name, order, order[::-1], 0.0)
-        began, uses = time.process_time(), 0
-        for at in range(num):
-            for number in range(jobs):
-                name, index = f"job{number}", (7919 * (at + 13 * number)) % num
-                if policy.use(name, index, at / 100).entry is None:
-                    policy.offer(name, index, 100, at / 100)
-                uses += 1
-        assert (time.process_time() - began) / uses < bound
-
-
 JOB = Job(name="a", data="d", num_samples=5, batch_size=2, times=replace(ALONE, epoch=10.0))
 UNMEASURED = replace(JOB, times=None)
 
@@ -234,13 +198,6 @@ def test_an_epoch_is_as_announced_if_it_was_said_and_the_last_one_is_over():
     assert not found.begin([0, 1, 2, 3, 4], None, 6.0)  # the last was said to be the last
 
 
-def test_batches_are_numbered_over_all_epochs():
-    found = progress()
-    assert [found.batch_of(position) for position in range(10)] == [0, 0, 1, 1, 2, 3, 3, 4, 4, 5]
-    found.begin([0, 1, 2, 3, 4], None, 1.0)
-    assert [found.batch_of(position) for position in range(5, 10)] == [3, 3, 4, 4, 5]
-
-
 def test_the_pace_is_that_of_the_last_epoch_else_of_the_warm_up_else_of_the_uses_so_far():
     measured = progress()
     assert measured.pace == 2.0
@@ -267,22 +224,6 @@ def test_the_next_use_is_so_many_positions_from_the_last():
     assert found.time_of(4, 5.0, 9.0) == 9.0  # a batch may take that long
     assert found.time_of(4, 10.0, 9.0) == 12.0  # it stands since 6.0
     assert progress(UNMEASURED).time_of(3, 0.0, 9.0) == 27.0
-
-
-@pytest.mark.slow
-@given(keys=st.lists(st.integers(0, 5), max_size=14), num_slots=st.integers(0, 4))
-def test_no_choice_of_what_to_keep_hits_more_than_the_optimum(keys: list[int], num_slots: int):
-    """Every choice is tried: at each use to keep or not, and who leaves."""
-
-    @cache
-    def most_hits(at: int, cached: frozenset[int]) -> int:
-        if at == len(keys):
-            return 0
-        there = cached | {keys[at]}
-        kept = [there] if len(there) <= num_slots else [there - {one} for one in there]
-        return (keys[at] in cached) + max(most_hits(at + 1, one) for one in kept)
-
-    assert optimum(keys, num_slots).sum() == most_hits(0, frozenset())
 
 
 # By share of the samples and whether jobs read the same data: the least hit rate.
