@@ -5,6 +5,7 @@ be followed by the next. All ranks end it together, with micro-batches in flight
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 import time
@@ -24,6 +25,7 @@ from ...stages.plan.validation import STREAM
 from ...stages.stage.value_routing import Route, edges, follow, follow_cuts, routes, stage_of_layers
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.guards import ModelGuards
+from ...stages.tracing.input_guards import InputGuards
 from ...stages.tracing.layers import Layer, Traced, names_of, read_by_layer
 from ...stages.tracing.shape_inference import Shapes
 from ...stages.tracing.skeleton import Skeleton
@@ -70,14 +72,23 @@ Inputs = Sequence[Sequence[torch.Tensor]]
 Planned = tuple[StepMessages, list[Instruction]]
 READS = (Op.B, Op.I, Op.W)  # what forwards saved
 KEPT = 256  # plans of steps; texts of varying length would make ever more
-MOST_RECORDED = 16  # runs of the model: shapes of inputs may lead it through other numbers
+MOST_RECORDED = 32  # runs of the model: shapes of inputs may lead it through other numbers
+MOST_VARIANTS = 4  # of one shape: so may what is read of the inputs themselves, as a mask
 
 
-class Recorded(NamedTuple):
-    """The model as it runs on inputs of some shapes, and by mode the stage of every layer."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """The model as it runs on inputs of some shapes, by mode the stage of every layer, and what a run reads
+    of its inputs."""
 
     shapes: Shapes
     stage_of: Mapping[str, Sequence[int]]
+    guards: Mapping[str, InputGuards]
+
+    @classmethod
+    def of(cls, shapes: Shapes, stage_of: Mapping[str, Sequence[int]]) -> Recorded:
+        """A record with the guards of its traces."""
+        return cls(shapes, stage_of, {mode: InputGuards(traced) for mode, traced in shapes.traced.items()})
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The trace of a mode, and the layers of one stage in it."""
@@ -109,10 +120,10 @@ class Steps:
         except PlanError as error:  # training does not need it
             self.refusal = str(error)
         # The first, then those of other shapes, what was used last at the end.
-        self.recorded = [Recorded(self.shapes, self.stage_of)]
+        self.recorded = [Recorded.of(self.shapes, self.stage_of)]
         self.guards: ModelGuards | None = None
         self.known: dict[object, Planned] = {}
-        self.runs: dict[object, Recorded] = {}  # by the shapes of a micro-batch
+        self.runs: dict[object, list[Recorded]] = {}  # those that take a micro-batch, by its shapes
         self.routes: dict[int, tuple[Probe, tuple[Route, ...]]] = {}
 
     def model_guards(self, model: nn.Module) -> ModelGuards:
@@ -134,78 +145,132 @@ class Steps:
         """
         if mode not in self.stage_of:
             raise PlanError(self.refusal)
-        shapes = tuple(tuple((x.shape, x.stride(), x.dtype) for x in batch) for batch in inputs)
+        runs = self.runs_of(mode, inputs)
+        shapes = tuple((run, *map(_shape, batch)) for run, batch in zip(runs, inputs, strict=True))
         key = mode, extra, self.plan.shares, shapes
         if key not in self.known:
             if len(self.known) == KEPT:
                 del self.known[next(iter(self.known))]
-            self.known[key] = self._plan(mode, inputs, extra)
+            self.known[key] = self._plan(mode, inputs, runs, extra)
         return self.known[key]
 
-    def routed(self, mode: str, inputs: Inputs) -> tuple[list[Probe], list[tuple[Route, ...]]]:
+    def routed(
+        self, mode: str, inputs: Inputs, runs: Sequence[Recorded] | None = None
+    ) -> tuple[list[Probe], list[tuple[Route, ...]]]:
         """For every micro-batch what is known of its values, and the route of every stage.
 
+        Args:   runs: those that the micro-batches take; None: they are chosen here.
         Raises: PlanError: a cut would change the bits at these shapes.
         """
-        found = [self._probed(mode, batch) for batch in inputs]
-        for one, record in {id(record): (one, record) for one, record in found}.values():
-            if id(record) not in self.routes:
-                if len(self.routes) == KEPT:
-                    del self.routes[next(iter(self.routes))]
-                traced, stage_of = one.shapes.traced[mode], one.stage_of[mode]
-                _check_cuts(traced, stage_of, record)
-                made = routes(traced, record, stage_of, num_stages=self.plan.num_stages)
-                self.routes[id(record)] = record, made  # the record too: an id is one only while it lives
-        return [record for _, record in found], [self.routes[id(record)][1] for _, record in found]
+        runs = runs or self.runs_of(mode, inputs)
+        records = [run.shapes.probe(mode, batch) for run, batch in zip(runs, inputs, strict=True)]
+        for run, record in zip(runs, records, strict=True):
+            if id(record) in self.routes:
+                continue
+            if len(self.routes) == KEPT:
+                self.routes = {id(one): self.routes[id(one)] for one in records if id(one) in self.routes}
+            traced, stage_of = run.shapes.traced[mode], run.stage_of[mode]
+            _check_cuts(traced, stage_of, record)
+            made = routes(traced, record, stage_of, num_stages=self.plan.num_stages)
+            self.routes[id(record)] = record, made  # the record too: an id is one only while it lives
+        return records, [self.routes[id(record)][1] for record in records]
 
-    def _probed(self, mode: str, batch: Sequence[torch.Tensor]) -> tuple[Recorded, Probe]:
-        """The run of the model that such a micro-batch takes, and what is known of its values; the model is
-        recorded anew where it takes none that is known."""
-        key = mode, tuple((x.shape, x.stride(), x.dtype) for x in batch)
-        one = self.runs.get(key)
-        if one is None:
+    def runs_of(self, mode: str, inputs: Inputs) -> list[Recorded]:
+        """The run of the model that each micro-batch takes: by its shapes, and where a run reads something of
+        its inputs, by that; the model is recorded anew for a micro-batch that takes none. Collective then.
+
+        Raises: PlanError: it cannot be recorded, or one shape leads to too many records.
+        """
+        found = [self._variants(mode, batch) for batch in inputs]
+        while True:
+            places = self._places(mode, inputs, found)
+            runs = [variants[place] for variants, place in zip(found, places, strict=True)]
+            if -1 not in places:
+                break
+            self._add_variant(mode, inputs, found, places.index(-1))
+        self.recorded[1:] = sorted(self.recorded[1:], key=lambda run: run in runs)  # behind all others
+        return runs
+
+    def _variants(self, mode: str, batch: Sequence[torch.Tensor]) -> list[Recorded]:
+        """The runs that take a micro-batch of such shapes, a new one if none does."""
+        key = mode, tuple(map(_shape, batch))
+        if not self.runs.get(key):
             if len(self.runs) == KEPT:
                 del self.runs[next(iter(self.runs))]
-            one = self.runs[key] = self._run_for(mode, batch)
-        if one is not self.recorded[0]:
-            self.recorded.remove(one)
-            self.recorded.append(one)
-        return one, one.shapes.probe(mode, batch)
+            found, refused = list[Recorded](), None
+            for one in self.recorded:
+                try:
+                    one.shapes.probe(mode, batch)
+                    found.append(one)
+                except PlanError as error:
+                    refused = refused or error
+                if found and not found[0].guards[mode]:
+                    break
+            if not found:
+                assert refused is not None
+                found = [self._remember(self._record(batch, refused))]
+            self.runs[key] = found
+        return self.runs[key]
 
-    def _run_for(self, mode: str, batch: Sequence[torch.Tensor]) -> Recorded:
-        """Return the run that takes such a micro-batch, a new one if none does."""
-        refused: PlanError | None = None
-        for one in self.recorded:
-            try:
-                one.shapes.probe(mode, batch)
-            except PlanError as error:
-                refused = refused or error
-            else:
-                return one
-        assert refused is not None
-        one = self._record(batch, refused)
+    def _remember(self, one: Recorded) -> Recorded:
         if len(self.recorded) == MOST_RECORDED:
-            last = self.recorded.pop(1)
-            self.runs = {key: run for key, run in self.runs.items() if run is not last}
+            del self.recorded[1]
+            self.runs = {}
         self.recorded.append(one)
         return one
 
-    def _record(self, batch: Sequence[torch.Tensor], refused: PlanError) -> Recorded:
+    def _places(self, mode: str, inputs: Inputs, found: Sequence[list[Recorded]]) -> list[int]:
+        """For every micro-batch the place of the first of its runs whose guards hold, -1 if none does; told
+        by the ranks that have the inputs."""
+        if not any(run.guards[mode] for runs in found for run in runs):
+            return [0] * len(found)
+        mine = [
+            None if any(x.is_meta for x in batch) else _first_that_holds(mode, batch, runs)
+            for batch, runs in zip(inputs, found, strict=True)
+        ]
+        rows = [mine] if self.world.is_alone else self.agreement.exchange("what is read of inputs", mine)
+        return [
+            next((place for place in column if place is not None), 0) for column in zip(*rows, strict=True)
+        ]
+
+    def _add_variant(self, mode: str, inputs: Inputs, found: Sequence[list[Recorded]], number: int) -> None:
+        """Record the model on the inputs of one micro-batch, whose rank gives them to all; collective."""
+        batch, runs = inputs[number], found[number]
+        values: Sequence[torch.Tensor] | None = None if any(x.is_meta for x in batch) else batch
+        rows = [[values and runs[-1].guards[mode].refusal(values), values and [*map(_text, values)]]]
+        if not self.world.is_alone:
+            rows = self.agreement.exchange("inputs to record", rows[0])
+        refused, texts = next(row for row in rows if row[1])
+        if len(runs) >= MOST_VARIANTS:
+            raise PlanError(
+                f"a shape has at most {MOST_VARIANTS} records, by what forward reads of its inputs, found "
+                f"one more: {refused}"
+            )
+        given = [_of_text(text, x) for text, x in zip(texts, batch, strict=True)]
+        runs.append(self._remember(self._record(batch, PlanError(refused), given)))
+
+    def _record(
+        self,
+        batch: Sequence[torch.Tensor],
+        refused: PlanError,
+        values: Sequence[torch.Tensor] | None = None,
+    ) -> Recorded:
         """Record the model for such a micro-batch, which all that is recorded ``refused``; collective.
 
+        Args:   values: inputs to record it on; None: those of the example, over and over.
         Raises: PlanError: it cannot be recorded, or has its parts on other stages."""
         first, stages, began = self.shapes, self.plan.num_stages, time.perf_counter()
         ours = first.traced["train"]
         with self.agreement.all_or_none("recording another shape"):
             try:
                 graph = self.skeleton.graph(
-                    ours.call, batch, self.example, autocast=first.autocast, leaves=self.plan.leaves
+                    ours.call, batch, values or self.example, autocast=first.autocast, leaves=self.plan.leaves
                 )
                 train = follow_cuts(ours, self.stage_of["train"], graph, num_stages=stages)
                 stage_of = {"train": train}
                 if "eval" in self.stage_of:
                     stage_of["eval"] = follow(graph, train, num_stages=stages)
-                found = Recorded(Shapes(graph), stage_of)
+                found = Recorded.of(Shapes(graph), stage_of)
                 self._check_alike(found, graph)
                 self.agreement.agree("the layers at another shape", lambda: of_layers(graph))
                 assert self.guards is not None, "made with the engine"
@@ -214,10 +279,12 @@ class Steps:
                 raise
             except PlanError as error:
                 raise PlanError(f"{refused}; recorded with it, {error}") from error
-        if self.world.rank == 0 and [x.shape[1:] for x in batch] != [x.shape[1:] for x in self.example]:
+        others = [x.shape[1:] for x in batch] != [x.shape[1:] for x in self.example]
+        if self.world.rank == 0 and (others or values):
             sizes = ", ".join("x".join(map(str, x.shape)) for x in batch)
+            what = "other values in micro-batches" if values else "micro-batches"
             warnings.warn(
-                f"the model was recorded anew for micro-batches of the shape {sizes}, in "
+                f"the model was recorded anew for {what} of the shape {sizes}, in "
                 f"{time.perf_counter() - began:.1f} s; shapes that come again are known",
                 stacklevel=2,
             )
@@ -255,15 +322,17 @@ class Steps:
             if changed := [n for n, (a, b) in enumerate(zip(here, there, strict=True)) if a != b]:
                 raise PlanError(f"stage {changed[0]} shares other parameters with other stages")
 
-    def _plan(self, mode: str, inputs: Inputs, extra: int) -> Planned:
-        _, routed = self.routed(mode, inputs)
+    def _plan(self, mode: str, inputs: Inputs, runs: Sequence[Recorded], extra: int) -> Planned:
+        _, routed = self.routed(mode, inputs, runs)
         pairs = pairs_of(routed)
         if mode == "train":
             programs, order, window = self._training(len(inputs), pairs, extra)
         else:
-            runs = [(s, self.plan.owner(s)) for s in range(self.plan.num_stages)]
+            owners = [self.plan.owner(s) for s in range(self.plan.num_stages)]
             ranks = range(self.plan.num_ranks)
-            programs = [[Instruction(s, Op.F, 0) for s, owner in runs if owner == rank] for rank in ranks]
+            programs = [
+                [Instruction(s, Op.F, 0) for s, owner in enumerate(owners) if owner == rank] for rank in ranks
+            ]
             order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
         rank_of = self.plan.rank_of if mode == "train" else lambda stage, micro_batch: self.plan.owner(stage)
         firsts = first_micro_batches(self.plan, len(inputs))
@@ -293,6 +362,26 @@ class Steps:
         programs = [[*program, *update] for program, update in zip(programs, updates, strict=True)]
         once = dict.fromkeys(u for update in updates for u in update)  # replicas are one in one process
         return programs, [*order, *once], window
+
+
+def _shape(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _first_that_holds(mode: str, batch: Sequence[torch.Tensor], runs: Sequence[Recorded]) -> int:
+    """The place of the first run whose guards hold for a micro-batch, -1 if none does."""
+    return next((place for place, run in enumerate(runs) if not run.guards[mode].refusal(batch)), -1)
+
+
+def _text(tensor: torch.Tensor) -> str:
+    """The elements of a tensor, for JSON."""
+    return base64.b64encode(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).decode()
+
+
+def _of_text(text: str, like: torch.Tensor) -> torch.Tensor:
+    """The tensor of the shape and dtype of ``like`` with these elements."""
+    data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return data.view(like.dtype).view(like.shape)
 
 
 class SynchronousFeed:

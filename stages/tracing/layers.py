@@ -249,8 +249,7 @@ def check_result(layer: Layer, result: Any, samples: int) -> None:
     if repr(seen) != repr(found):  # which tells 1 from True and 0.0 from -0.0, and NaN equals itself
         raise PlanError(
             f"forward read {_line(seen)} from {node.name}{where_of(node)} when it was recorded and goes on "
-            f"from that, and now it is {_line(found)}; name the module around it in leaves=, or "
-            "choose the model's option that does not look (transformers: attn_implementation='eager')"
+            f"from that, and now it is {_line(found)}; name the module around it in leaves="
         )
 
 

@@ -239,7 +239,7 @@ def _proven(
         leaves = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = _traced(root, dataclasses.replace(captured, leaves=leaves), call, tied=tied)
         parts = parts_of(root, traced)
-        other = other_data(call, example)
+        other = other_data(call, example, seed=captured.seed)
         if not captured.fixed:
             other = resized(call, other, max(captured.sizes))
         for inputs in (example, other):

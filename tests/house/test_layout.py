@@ -175,10 +175,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("penstock-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     folders = [Path(*name.split(".")[1:]) for name in packages()]
-    data = {
-        Path("py.typed"),
-        *(Path("pipeline/data") / name for name in ("digits.npz", "digits.txt")),
-    }
+    data = {Path("py.typed"), *(Path("pipeline/data") / name for name in ("digits.npz", "digits.txt"))}
     wanted = {
         f"penstock/{file}"
         for file in files()

@@ -170,11 +170,7 @@ def test_the_largest_layer_and_its_gradient_bound_a_budget(make, share, shape, t
     )  # fmt: skip
     model = make()
     pipe = penstock.Pipeline(
-        model,
-        plan,
-        loss=told["loss"],
-        optimizer=told["optimizer"],
-        disk=penstock.DiskOptions(path=tmp_path),
+        model, plan, loss=told["loss"], optimizer=told["optimizer"], disk=penstock.DiskOptions(path=tmp_path)
     )
     batches = [(torch.randn(4, *shape), torch.randint(8, (4,))) for _ in range(2)]
     assert beside(pipe, make(), batches, **told) == []

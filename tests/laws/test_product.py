@@ -29,6 +29,8 @@ from penstock.pipeline.schedules import SCHEDULES
 from penstock.stages.plan.plan import TIERS
 from penstock.stages.weight_versions.policies import POLICIES
 
+pytestmark = pytest.mark.filterwarnings("ignore:the model was recorded anew:UserWarning")
+
 RANDOM = {"synchronous": 1000, "asynchronous": 300}
 LAID_OUT = {"model": (*FACTORS["model"], "residual_channels_last")}
 ORDERS = {"schedule": ("zb_h1", "zbv")}, {"weights_first": (True,)}

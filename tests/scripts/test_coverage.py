@@ -80,10 +80,7 @@ def add_encoder(net):
     net.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 12, batch_first=True), 2)
 
 
-TRAPS = {
-    "a borrowed parameter": (borrowed, None),
-    "padding, which evaluation nests": (padded, add_encoder),
-}
+TRAPS = {"a borrowed parameter": (borrowed, None), "padding, which evaluation nests": (padded, add_encoder)}
 
 
 @pytest.mark.filterwarnings("ignore")  # torch has something to say about checkpoints, nesting and compilers

@@ -30,7 +30,7 @@ NORMED = ("residual", "residual_channels_last", "dag")
 """Models with batch norms: their statistics forbid a second forward on replicas."""
 
 FACTORS: dict[str, tuple] = {
-    "model": ("mlp", "penalized", "tied", "gated", "residual", "dag", "gpt_tied"),
+    "model": ("mlp", "penalized", "tied", "gated", "padded", "residual", "dag", "gpt_tied"),
     "codec": ("raw", "zero_value", "exponent", "byte_plane", "auto"),
     "schedule": ("gpipe", "1f1b", "zb_h1", *TWO_A_RANK),
     "cuts": (1, 2, 3, 4, "every", "random"),
@@ -81,6 +81,7 @@ def unsuited(row: dict[str, Any]) -> str:
         "the state of all threads is on the first": has("resume", "state") and has("world", "threads"),
         "what no state_dict has": has("resume", "state") and has("model", "Unsaved"),
         "shapes have no autocast": has("bare", True) and lacks("autocast", None),
+        "shapes have no values": has("bare", True) and has("model", "padded"),
         "every layer is many": has("cuts", "every") and has("model", *NORMED, "gpt_tied"),
         "a rank for itself": has("cuts", 1) and has("replicas", 1) and lacks("world", "alone", "late"),
         "one rank for two": has("schedule", *TWO_A_RANK)
@@ -161,7 +162,7 @@ def case_of(row: dict[str, Any], seed: int) -> Case:
 
 
 STREAMS: dict[str, tuple] = {
-    "model": ("mlp", "penalized", "tied", "residual", "dag", "gpt_tied"),
+    "model": ("mlp", "penalized", "tied", "padded", "residual", "dag", "gpt_tied"),
     "codec": ("raw", "zero_value", "auto"),
     "policy": ("latest", "stashed", "vertical_sync", "double_buffered", "latest ahead", "stashed ahead"),
     "cuts": (1, 2, 4, "every", "random"),
@@ -200,6 +201,7 @@ def unsuited_streams(row: dict[str, Any]) -> str:
         "a budget chooses tiers": row.get("budget")
         and (row.get("tier", "device"), row.get("parameters_tier", "device")) != ("device", "device"),
         "the momentum goes on": ahead and row.get("optimizer") == "plain",
+        "shapes have no values": row.get("bare") and row.get("model") == "padded",
         "every layer is many": row.get("cuts") == "every" and row.get("model") in (*NORMED, "gpt_tied"),
         "a rank for itself": row.get("cuts") == 1 and row.get("world") == "processes",
     }

@@ -59,6 +59,28 @@ class Penalized(nn.Module):
         return self.body(x.flatten(1)) * 2, self.scale
 
 
+class Padded(nn.Module):
+    """Attention over tokens, 0 is padding: it is hidden where there is some, and not looked at elsewhere."""
+
+    def __init__(self, width=8, blocks=2):
+        super().__init__()
+        self.words, self.places = nn.Embedding(23, width), nn.Embedding(12, width)
+        self.mixed = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(blocks))
+        self.back = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.end = nn.Linear(width, 23)
+
+    def forward(self, tokens):
+        hidden = tokens == 0
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for mixed, back in zip(self.mixed, self.back, strict=True):
+            q, k, v = mixed(x).chunk(3, -1)
+            weights = q @ k.mT
+            if hidden.any():
+                weights = weights.masked_fill(hidden[:, None], -1e9)
+            x = x + back(weights.softmax(-1) @ v)
+        return self.end(x)
+
+
 class Dag(nn.Module):
     """A seeded random graph: early and late users, tied layers, identities, chunks, sizes, in-place."""
 
@@ -141,6 +163,17 @@ def text(length=16, vocabulary=61, samples=11, steps=3):
     return [(inputs.clone(), targets.clone()) for inputs, targets in tokens]
 
 
+def padded(samples=11):
+    """Padding in some samples of the longest batch, in most of a shorter one, in none of the third."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for length, every in ((12, 4), (7, 2), (12, 12)):
+        tokens = torch.randint(1, 23, (samples, length), generator=generator)
+        tokens[every - 1 :: every, -2:] = 0
+        batches.append((tokens, tokens.clone()))
+    return batches
+
+
 def mlp():
     return nn.Sequential(
         nn.Flatten(1), nn.Linear(192, 33), nn.ReLU(), nn.Linear(33, 17), nn.ReLU(), nn.Linear(17, 10)
@@ -176,6 +209,7 @@ ZOO = {
     "penalized": (Penalized, lambda: images(8)),
     "tied": (Tied, lambda: images(8)),
     "gated": (Gated, lambda: images(8)),
+    "padded": (Padded, padded),
     "residual": (residual, lambda: images(8)),
     "residual_channels_last": (
         lambda: residual().to(memory_format=torch.channels_last),

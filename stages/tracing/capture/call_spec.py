@@ -195,11 +195,11 @@ def resized(call: Call, example: Sequence[torch.Tensor], size: int) -> list[torc
     return [x.clone() if whole else x[again.to(x.device)] for x, whole in kept]
 
 
-def other_data(call: Call, example: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def other_data(call: Call, example: Sequence[torch.Tensor], *, seed: int = 1) -> list[torch.Tensor]:
     """Inputs of the same shapes, dtypes, strides and range: every element is one from the same place of some
     sample of the example, so that what holds for a place in all samples (positions, padding) goes on to
     hold; a single sample lends from all of its places. Constants stay."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     found = []
     for tensor, whole in zip(example, call.whole, strict=True):
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -18,11 +18,12 @@ from ....compression.errors import PlanError
 from ...torch_private import TreeSpec
 from .call_spec import Call, fresh, other_data, resized
 from .dynamic_shapes import Different, moving, refuse_data
-from .nodes import Unrecordable, path_of, where_of
+from .nodes import Unrecordable, follow_inputs, path_of, where_of
 from .reads import CodeReads, Guard
 from .recorder import Applied, Recorder, applying, flattened
 
 _MOST_LEAVES = 64
+_MOST_DRAWS = 4  # of other data
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _OF_BLOCKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
@@ -54,10 +55,12 @@ class Recording:
 class Captured(Recording):
     """A recorded graph: placeholders, nodes in running order, an output node with the flat list of results.
 
-    ``moving`` has for nodes whose numbers follow the size of the micro-batch what they become."""
+    ``moving`` has for nodes whose numbers follow the size of the micro-batch what they become; ``seed``: of
+    the other data that the run was held against."""
 
     graph: fx.Graph
     moving: Mapping[fx.Node, Any]
+    seed: int
 
 
 def capture(
@@ -94,6 +97,7 @@ def capture(
         spec=spec,
         constants=recorder.constants,
         moving=moves,
+        seed=runs.seed,
         sizes=(samples,) if fixed else (samples, *sizes),
         fixed=fixed,
         leaves=runs.leaves_of(model),
@@ -117,6 +121,7 @@ class _Runs:
         written: Collection[str],
     ) -> None:
         self.call, self.leaf, self.functions, self.written = call, leaf, functions, written
+        self.seed = 1  # of the other data
         self.chosen: dict[str, str] = {}
         self.kinds: dict[type, str] = {}
 
@@ -154,13 +159,30 @@ class _Runs:
             try:
                 with code_reads.watching(lambda recorder=recorder: recorder.quiet):
                     spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
-                shifted = copies(shifted=True)
-                other = self.again(shifted, other_data(self.call, example), applied=applied)
-                refuse_data(recorder.graph, other, self.call.samples_of(example))
+                self._hold_to_other_data(recorder, copies, example, applied)
             except (Different, Unrecordable) as failure:
                 self._choose(model, failure)
             else:
                 return recorder, spec, dropped, code_reads
+
+    def _hold_to_other_data(
+        self,
+        recorder: Recorder,
+        copies: Callable[..., nn.Module],
+        example: Sequence[torch.Tensor],
+        applied: Applied,
+    ) -> None:
+        """Hold a run against one on other data and weights, data with which guards of the inputs hold.
+
+        Raises: Different: the run depends on them."""
+        alone = follow_inputs(recorder.graph.nodes, recorder.constants)
+        self.seed = 0
+        while True:
+            self.seed += 1
+            data = other_data(self.call, example, seed=self.seed)
+            other = self.again(copies(shifted=True), data, applied=applied)
+            if self.seed == _MOST_DRAWS or not _reads_something_else(recorder.graph, other, alone):
+                return refuse_data(recorder.graph, other, self.call.samples_of(example))
 
     def _choose(self, model: nn.Module, failure: Different | Unrecordable) -> None:
         path = around(model, failure)
@@ -169,6 +191,16 @@ class _Runs:
         self.chosen[path] = failure.what
         if not isinstance(model.get_submodule(path), _CONTAINERS):
             self.kinds[type(model.get_submodule(path))] = path
+
+
+def _reads_something_else(graph: fx.Graph, other: fx.Graph, alone: Collection[fx.Node]) -> bool:
+    """Return whether a guard among the nodes ``alone`` is the first difference of two runs."""
+    for node, its in zip(graph.nodes, other.nodes, strict=False):
+        if node.name != its.name:
+            return False
+        if node in alone and node.meta.get("expect") != its.meta.get("expect"):
+            return True
+    return False
 
 
 def _recorded(

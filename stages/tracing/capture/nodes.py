@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -312,3 +312,14 @@ def where_of(node: fx.Node) -> str:
     """Module path, file and line of a node, as far as they are known, for a sentence."""
     path, where = path_of(node), node.meta.get("where")
     return (f" in module {path}" if path else "") + (f" ({where})" if where else "")
+
+
+def follow_inputs(nodes: Iterable[fx.Node], constants: Iterable[str]) -> set[fx.Node]:
+    """The ``nodes``, in running order, whose results follow from the inputs and from ``constants`` alone."""
+    found, named = set[fx.Node](), {*constants}
+    for node in nodes:
+        is_given = node.op == "placeholder" or (node.op == "get_attr" and str(node.target) in named)
+        is_call = node.op == "call_function" and not {"drew", "opaque"} & node.meta.keys()
+        if is_given or (is_call and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found

@@ -68,12 +68,12 @@ def test_random_layers_are_found_by_what_they_do():
     assert all("norm" not in name for name in random)
 
 
-def branch(reads):
-    return model_of(lambda self, x: self.linear(x if reads(x) else -x), name="Branch", linear=nn.Linear(4, 4))
-
-
-def test_a_branch_on_a_value_is_held_to_what_the_trace_saw():
-    model = branch(lambda x: x.sum() > 0)
+def test_a_branch_on_a_value_of_the_model_is_held_to_what_the_trace_saw():
+    model = model_of(
+        lambda self, x: self.linear(x if (x * self.scale).sum() > 0 else -x),
+        linear=nn.Linear(4, 4),
+        scale=nn.Parameter(torch.ones(())),
+    )
     pipe = pipeline_of(model, cuts=[], example=(torch.ones(3, 4),), loss=F.mse_loss)
     pipe.step(torch.ones(3, 4), torch.zeros(3, 4))
     said = r"layer guard_bool: .*read True from guard_bool .*test_graph.py:\d+\).*, and now it is False"
@@ -83,8 +83,9 @@ def test_a_branch_on_a_value_is_held_to_what_the_trace_saw():
 
 def test_a_model_that_goes_another_way_with_other_data_of_the_example_is_refused():
     example = (torch.tensor([[1.0] * 4, [-1.0] * 4, [-1.0] * 4]),)
+    branch = model_of(lambda _, x: 2 * x if (x[0] > 0).all() else -x, name="Branch")
     with pytest.raises(penstock.PenstockError, match=r"forward of Branch .*test_graph.py.*module of its own"):
-        trace(branch(lambda x: (x[0] > 0).all()), example)
+        trace(branch, example)
 
 
 def test_arguments_with_defaults_stay_at_them():
