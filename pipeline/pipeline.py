@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,14 +32,20 @@ from ..stages.memory.stores import StoreOptions
 from ..stages.plan.plan import Plan
 from ..stages.plan.validation import STREAM
 from ..stages.profiling.examples import graph_of
+from ..stages.profiling.measure import measure
 from ..stages.stage.nan_check import Guard
+from ..stages.tracing.capture.call_spec import Example
+from ..stages.tracing.model_checks import Leaf
+from ..stages.tracing.tracer import trace
 from .distributed.gpu_transport import identity_of, transport_of
+from .distributed.launcher import check_joined, init
 from .distributed.process_group import World
 from .optimizer.mirrored_update import MirroredUpdate
-from .optimizer.optimizers import Named
+from .optimizer.optimizers import Named, state_per_byte
 from .optimizer.scale import Scaler
-from .optimizer.separability import check_separable
+from .optimizer.separability import check_separable, seems_by_element
 from .optimizer.update import Update
+from .partition.partition import partition
 from .runtime import fingerprints
 from .runtime.agreement import Agreement, SameBatches
 from .runtime.arguments import (
@@ -156,7 +163,7 @@ class Pipeline:
                 f"guard= is called detect_anomaly= now, found guard={guard!r}; give detect_anomaly={guard!r}"
             )
         self.leaves, self.asked, self.num_steps = world is None, 0, 0
-        self.world = world or World.default(deadline=deadline)
+        self.world = world or check_joined(World.default(deadline=deadline))
         self.rank, self.weight, self.agreement = self.world.rank, weight, Agreement(self.world)
         with self.agreement.all_or_none("making a Pipeline"):
             check_options(model, plan, options)
@@ -169,6 +176,60 @@ class Pipeline:
             self._make_optimizers(model, own, options)
             self._make_engine(model, own, options, resident)
         self.share_by(shares)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        example: Example,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor],
+        optimizer: Callable[[Named], Optimizer],
+        leaves: Iterable[Leaf] = (),
+        autocast: torch.dtype | None = None,
+        world: World | None = None,
+        deadline: float = 60.0,
+        **settings: Any,
+    ) -> Pipeline:
+        """Trace, measure and cut ``model``, and make its Pipeline: the four calls in one.
+
+        Rank 0 measures and cuts for all ranks. Where torchrun or ``penstock train`` started this process, it
+        joins the other ranks first, as ``penstock.init`` does.
+
+        Args:
+            example: one micro-batch: a tuple by position, or a dict by name, as ``trace`` takes it.
+            leaves: what is one layer each, as ``trace`` takes it.
+            settings: of ``partition`` (``stages``, ``cuts``, ``micro_batches``, ``codec`` ...), of Pipeline.
+                ``memory`` may be the budget of the one ("2GiB") or the options of the other, ``shares`` the
+                list of the one or "measured". ``optimizer_state`` and ``by_element`` follow ``optimizer``,
+                ``ranks`` those that there are.
+
+        Raises:
+            PenstockError: One of the four calls refuses, here or on another rank.
+            TypeError: None of them takes a setting.
+        """
+        ranks, at, plan = world or init(deadline=deadline), "cutting a model", None
+        ours = {"memory": MemoryOptions, "shares": str}
+        wishes = {
+            name: settings.pop(name)
+            for name in inspect.signature(partition).parameters
+            if name in settings and not isinstance(settings[name], ours.get(name, ()))
+        }
+        agreement, plans = Agreement(ranks), ranks.rank == 0
+        with agreement.all_or_none(at):
+            with ranks.notices.busy() if plans and not ranks.is_alone else contextlib.nullcontext():
+                agreement.agree(at, list)  # its signs of life have begun
+                if plans:
+                    wishes.setdefault("optimizer_state", state_per_byte(optimizer))
+                    wishes.setdefault("by_element", seems_by_element(optimizer))
+                    if not ranks.is_alone:
+                        wishes.setdefault("ranks", ranks.size)
+                    graph = trace(model, example, autocast=autocast, leaves=leaves)
+                    plan = partition(measure(graph, example), **wishes)
+            if not plans:
+                ranks.notices.wait_for(0, deadline=deadline)
+        settings |= {"autocast": autocast, "world": world, "deadline": deadline}
+        return cls(model, plan, loss=loss, optimizer=optimizer, **settings)
 
     # The five steps of making one, in their order.
 

@@ -201,6 +201,19 @@ def init(*, deadline: float = 60.0) -> World:
     return init_group(store, rank=rank, ranks=ranks, deadline=deadline)
 
 
+def check_joined(world: World) -> World:
+    """Refuse ranks that a launcher started and that would each train alone; return ``world``.
+
+    Raises: ConfigError: this is one of several such processes, and no group of them was made."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if world.is_alone and "RANK" in os.environ and ranks != "1":
+        raise ConfigError(
+            f"this process is rank {os.environ['RANK']} of WORLD_SIZE={ranks} and has joined no others; call "
+            "penstock.init() first"
+        )
+    return world
+
+
 def _meeting(deadline: float) -> tuple[Store, int, int]:
     """Return the store where the ranks meet, this rank, and how many there are."""
     import torch.distributed as dist

@@ -104,6 +104,7 @@ class Notices:
         """Leave a sign of life every second while the block lasts; the others are in ``wait_for``."""
         store, done = self.store, threading.Event()
         assert store is not None, "there is somebody who waits"
+        store.set(f"busy/{self.rank}", "0")  # not the end of another block
 
         def beat() -> None:
             count = 0

@@ -31,7 +31,6 @@ def batches(steps: int) -> list[dict[str, torch.Tensor]]:
 
 def main(steps: int = 20) -> None:
     """Cut the network in two where the planner likes it, and train it."""
-    penstock.init()
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 128,
@@ -42,17 +41,17 @@ def main(steps: int = 20) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **sizes))
     data = batches(steps)
     example = {name: x[: BATCH // MICRO_BATCHES] for name, x in data[0].items()}
-    graph = penstock.trace(model, example)
-    profile = penstock.measure(graph, example)
-    pipe = penstock.Pipeline(
+    pipe = penstock.Pipeline.of(
         model,
-        penstock.partition(profile, stages=2, micro_batches=MICRO_BATCHES),
+        example,
+        stages=2,
+        micro_batches=MICRO_BATCHES,
         loss=lambda outputs, targets: outputs.loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         clip=1.0,
     )
     if pipe.rank == 0:
-        print(graph, pipe.plan, sep="\n")
+        print(pipe.plan)
     for batch in data:
         report = pipe.step(batch)
         if pipe.rank == 0:

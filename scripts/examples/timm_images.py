@@ -22,16 +22,16 @@ BATCH, MICRO_BATCHES = 64, 8
 
 def main(name: str = "resnet18", steps: int = 20, size: int = 32) -> None:
     """Cut the network in two where the planner likes it, train it, and test it."""
-    penstock.init()
     torch.manual_seed(0)
     data: Any = digits.load(size=size)
     model = timm.create_model(name, num_classes=10)
     loader = DataLoader(data.train, batch_size=BATCH, shuffle=True, drop_last=True)
     example = (torch.stack([data.train[i][0] for i in range(BATCH // MICRO_BATCHES)]),)
-    profile = penstock.measure(penstock.trace(model, example), example)
-    pipe = penstock.Pipeline(
+    pipe = penstock.Pipeline.of(
         model,
-        penstock.partition(profile, stages=2, micro_batches=MICRO_BATCHES),
+        example,
+        stages=2,
+        micro_batches=MICRO_BATCHES,
         loss=torch.nn.CrossEntropyLoss(label_smoothing=0.1),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.05),
     )

@@ -15,16 +15,16 @@ from penstock.pipeline.data import digits
 
 def main(epochs: int = 1, file: str = "model.safetensors") -> None:
     """Plan, train, test, save, and load what was saved into the plain model."""
-    penstock.init()  # joins torchrun's ranks; started plainly, all stages run in this process
     torch.manual_seed(0)  # every rank makes the same weights, and shuffles alike
     model = torchvision.models.resnet18(num_classes=10)
     data: Any = digits.load()
     loader = DataLoader(data.train, batch_size=64, shuffle=True, drop_last=True)  # any map-style dataset
     example = (torch.stack([data.train[i][0] for i in range(8)]),)  # one micro-batch
-    profile = penstock.measure(penstock.trace(model, example), example)
-    pipe = penstock.Pipeline(
+    pipe = penstock.Pipeline.of(  # joins torchrun's ranks; started plainly, all stages run in this process
         model,
-        penstock.partition(profile, stages=2, micro_batches=8),  # rank 0's plan runs on all ranks
+        example,
+        stages=2,
+        micro_batches=8,
         loss=torch.nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
         scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.02, total_steps=epochs * len(loader)),

@@ -3,13 +3,12 @@
 import copy
 import dataclasses
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from cases import OPTIMIZERS, Case, pipeline_of, plan_of
 from reference import plain_loop, same_bits
-from small_pipelines import model_of, profile_of
+from small_pipelines import model_of
 from torch import nn
 from zoo import build, cross_entropy
 
@@ -24,13 +23,12 @@ def made(name="mlp", **settings):
     return pipeline_of(case, plan, model), model, batches
 
 
-def small(model=None, example=None, *, cuts=None, codec="auto", **settings):
+def small(model=None, example=None, *, cuts=None, **settings):
     """A pipeline of any small model, two stages unless it is cut otherwise."""
     model = model or nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    profile = profile_of(model, example or (torch.randn(4, 6),))
-    where: dict[str, Any] = {"cuts": cuts} if cuts else {"stages": 2}
-    plan = penstock.partition(profile, micro_batches=3, codec=codec, **where)
-    return penstock.Pipeline(model, plan, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"], **settings)
+    settings |= {"cuts": cuts} if cuts else {"stages": 2}
+    settings |= {"micro_batches": 3, "loss": cross_entropy, "optimizer": OPTIMIZERS["sgd"]}
+    return penstock.Pipeline.of(model, example or (torch.randn(4, 6),), **settings)
 
 
 def same_step(pipe, model, plain, batch, **settings):
@@ -39,6 +37,38 @@ def same_step(pipe, model, plain, batch, **settings):
     expected = next(plain_loop(plain, [batch], **settings))
     assert pipe.step(*batch).loss == expected["loss"]
     assert all(same_bits(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_one_call_gives_each_of_the_four_its_settings():
+    pipe = small(memory="1MiB", replicas=[2, 1], exact=True, shares=[2, 1, 1])
+    assert (pipe.plan.memory, pipe.plan.shares) == (2**20, ((2, 1), (1,)))
+    pipe = small(memory=penstock.MemoryOptions(prefetch_layers=3), autocast=torch.bfloat16)
+    assert (pipe.plan.memory, pipe.memory.turns_ahead, pipe.steps.shapes.autocast) == (
+        None,
+        3,
+        torch.bfloat16,
+    )
+    with pytest.raises(TypeError, match="'stage'"):
+        small(stage=2)
+
+
+def test_one_call_on_ranks_has_the_plan_of_the_first_and_its_refusal():
+    def train(world=None):
+        with pytest.raises(penstock.PlanError, match="nowhere"):
+            small(world=world, cuts=["nowhere"])
+        pipe = small(models[-1 if world is None else world.rank], world=world, deadline=20)
+        return pipe.step(torch.ones(4, 6), torch.zeros(4, dtype=torch.long)).loss
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    models = [copy.deepcopy(model) for _ in range(3)]
+    assert penstock.in_threads(train, ranks=2, deadline=20) == [train()] * 2
+
+
+def test_a_rank_that_has_joined_no_others_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(penstock.ConfigError, match=r"rank 1 of WORLD_SIZE=2.*penstock\.init\(\) first"):
+        made()
 
 
 def test_bytes_are_counted_with_headers_and_unpacked():

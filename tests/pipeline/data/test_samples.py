@@ -21,7 +21,6 @@ from torch.utils.data import TensorDataset
 import penstock.conf
 from penstock import ConfigError, in_threads
 from penstock.pipeline.data import Description, Samples, digits
-from penstock.pipeline.data.digits import Images
 from penstock.pipeline.data.fashion_mnist import load, read_idx
 from penstock.pipeline.data.image_folder import DEVIATION, MEAN
 from penstock.pipeline.data.storage import check_shared, listing, local_copy
@@ -131,28 +130,6 @@ def test_digits_come_resized_and_normalised() -> None:
     assert abs(small.std().item() - 1) < 0.01
 
 
-def test_the_resize_is_bilinear() -> None:
-    pixels = torch.tensor([[[0, 8], [16, 8]]], dtype=torch.uint8)
-    options: Any = {"size": 4, "channels": 1, "white": 16.0, "mean": 0.5, "deviation": 2.0}
-    inputs = Images(pixels=pixels, targets=torch.tensor([0]), **options).inputs_of(torch.tensor([0]))
-    assert (inputs[0, 0] * 2 + 0.5).mul(16).tolist() == [
-        [0.0, 2.0, 6.0, 8.0],
-        [4.0, 5.0, 7.0, 8.0],
-        [12.0, 11.0, 9.0, 8.0],
-        [16.0, 14.0, 10.0, 8.0],
-    ]
-
-
-def test_one_digit_is_the_same_alone_and_in_a_batch() -> None:
-    table = SAMPLES["digits"]().test
-    assert table is not None
-    inputs, targets = next(SAMPLES["digits"]().batches("test", batch_size=7))
-    for index in range(7):
-        alone, target = table[index]  # pyright: ignore[reportIndexIssue]
-        assert torch.equal(alone.view(torch.int32), inputs[index].view(torch.int32))
-        assert target == targets[index]
-
-
 @pytest.mark.parametrize(
     ("name", "options", "values"),
     [
@@ -224,15 +201,6 @@ def test_fake_images_are_drawn_one_by_one_from_their_numbers() -> None:
         assert torch.equal(alone.view(torch.int32), inputs[index].view(torch.int32))
         assert target == targets[index]
     assert torch.equal(torch.get_rng_state(), torch.manual_seed(99).get_state())
-
-
-def test_fake_images_differ_from_each_other_by_seed_and_split() -> None:
-    first, other = (SAMPLES["fake"](num_samples=400, size=8, channels=1, seed=seed) for seed in (0, 1))
-    splits = (first, "train"), (first, "test"), (other, "train")
-    images = [next(samples.batches(split, batch_size=100, shuffle=False))[0] for samples, split in splits]
-    assert len(torch.cat(images).flatten(1).unique(dim=0)) == 300
-    assert abs(images[0].mean().item()) < 0.05
-    assert abs(images[0].std().item() - 1) < 0.05
 
 
 def image_folder(root: Path, *, test: str = "test") -> Path:
