@@ -40,6 +40,7 @@ class PlanConfig:
     Attributes:
         model: the network; model._target_=my.Net for your own
         data: the samples; data._target_=my.data for your own Dataset, DataLoader or a (train, test) pair
+        loss: what training lowers: cross_entropy; model, which returns it; loss._target_=my.loss for your own
         optimizer: what updates the weights; any torch optimizer by optimizer._target_=
         ranks: processes, of all machines together; 1 runs all stages in one process
         stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
@@ -66,6 +67,7 @@ class PlanConfig:
 
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    loss: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     ranks: int = 2
     stages: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -142,6 +143,7 @@ class MapTable:
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
+    labelled: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -150,8 +152,8 @@ class MapTable:
         """Return inputs and targets of the samples with these numbers."""
         numbers = indices.tolist()
         if several := getattr(self.dataset, "__getitems__", None):  # as torch's own loader asks
-            return pair(self.collate(several(numbers)))
-        return pair(self.collate([self.dataset[index] for index in numbers]))
+            return pair(self.collate(several(numbers)), labelled=self.labelled)
+        return pair(self.collate([self.dataset[index] for index in numbers]), labelled=self.labelled)
 
     @property
     def in_memory(self) -> bool:
@@ -171,6 +173,7 @@ class IterableTable:
 
     dataset: Any
     put: Callable[[list[Any]], Any]
+    labelled: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -183,13 +186,16 @@ class IterableTable:
 
     def collate(self, samples: list[Any]) -> tuple[Any, Any]:
         """Return inputs and targets of a batch of samples."""
-        return pair(self.put(samples))
+        return pair(self.put(samples), labelled=self.labelled)
 
 
-def samples_of(made: object, *, target: str, batch_size: int | None, skips: bool = False) -> Samples:
+def samples_of(
+    made: object, *, target: str, batch_size: int | None, skips: bool = False, labelled: bool = False
+) -> Samples:
     """Return what ``target`` returned as ``Samples``.
 
-    Args:   batch_size: of the run, which a loader's yields to; skips: what cannot be read is left out.
+    Args:   batch_size: of the run, which a loader's yields to; skips: what cannot be read is left out;
+            labelled: inputs by name have the labels among them.
     Raises: ConfigError: it is nothing that can be trained on.
     """
     if isinstance(made, Samples):
@@ -200,7 +206,10 @@ def samples_of(made: object, *, target: str, batch_size: int | None, skips: bool
             f"data._target_={target} returns {_shown(made)}; what works is one of: {'; '.join(WORKS)}"
         )
     names = ["train", "test"][: len(parts)]
-    tables = [_table(part, target=target, name=name) for name, part in zip(names, parts, strict=True)]
+    tables = [
+        dataclasses.replace(_table(part, target=target, name=name), labelled=labelled)
+        for name, part in zip(names, parts, strict=True)
+    ]
     notes = [note for part in parts[:1] if (note := _unused(part, batch_size))]
     if passed_by:
         notes.append(f"data._target_={target} also returns {', '.join(passed_by)}, which nothing reads")
@@ -216,13 +225,14 @@ def samples_of(made: object, *, target: str, batch_size: int | None, skips: bool
     )
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
+def pair(batch: Any, *, labelled: bool = False) -> tuple[Any, Any]:
     """Inputs and targets of a batch: of a pair, or of a mapping with the targets as "labels" or "label".
 
+    Args:   labelled: of a mapping, the inputs keep the targets among them.
     Raises: ConfigError: it is neither.
     """
     if isinstance(batch, Mapping) and (found := next((name for name in LABELS if name in batch), None)):
-        return {name: value for name, value in batch.items() if name != found}, batch[found]
+        return {name: value for name, value in batch.items() if labelled or name != found}, batch[found]
     if isinstance(batch, tuple | list) and len(batch) == 2:
         inputs, targets = batch
         return tuple(inputs) if isinstance(inputs, list) else inputs, targets

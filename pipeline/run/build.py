@@ -6,6 +6,7 @@ all, and a wrong option is refused with the options that the target takes."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import pkgutil
 import re
@@ -28,6 +29,7 @@ from ...stages.meta_watch import META
 from ..data.samples import Description, Samples, samples_of
 from ..data.storage import local_copy
 from ..optimizer.scale import Scaler
+from .losses import cross_entropy
 
 SOURCES = ("load_weights", "init_weights")
 
@@ -83,16 +85,16 @@ FACTS = {
 """What the target of a group is told where it takes an argument of that name."""
 
 
-def samples(options: Mapping[str, Any], *, batch_size: int | None = None) -> Samples:
-    """Return the data that ``data=`` names, as ``Samples`` or as what people have (``data/given.py``).
+def samples(options: Mapping[str, Any], *, batch_size: int | None = None, labelled: bool = False) -> Samples:
+    """Return the data that ``data=`` names, as ``Samples`` or as what people have.
 
-    Args:   batch_size: of the run, if there is one.
+    Args:   batch_size: of the run, if there is one; labelled: inputs by name have the labels among them.
     Raises: ConfigError: the target is unknown, does not take the options, or returns something else.
     """
     if local := options.get("local"):
         options = local_copy(options, str(local))
     given = {"target": str(options["_target_"]), "skips": bool(options.get("skip_broken", False))}
-    return samples_of(_call("data", options), batch_size=batch_size, **given)
+    return samples_of(_call("data", options), batch_size=batch_size, labelled=labelled, **given)
 
 
 def model(
@@ -165,6 +167,20 @@ def scheduler(
     return make
 
 
+def loss(options: Mapping[str, Any]) -> Callable[[Any, Any], torch.Tensor]:
+    """Return the function of (outputs, targets) that ``loss=`` names; of a class an object; of nothing ours.
+
+    Raises: ConfigError: the target is unknown, or does not take the options."""
+    if not options:
+        return cross_entropy
+    target = _locate("loss", options.get("_target_"))
+    is_class = isinstance(target, type)
+    facts = [] if is_class else [*inspect.signature(target).parameters][:2]
+    _, given, _ = _target("loss", options, facts)
+    given = instantiate(given, _convert_="all")
+    return target(**given) if is_class else functools.partial(target, **given)
+
+
 def memory(options: MemoryConfig) -> MemoryOptions:
     """Return how a rank moves what waits in a tier, as ``memory.`` asks."""
     ahead = {name: getattr(options, name) for name in ("prefetch_layers", "writeout_layers")}
@@ -191,6 +207,7 @@ def check_targets(config: object) -> None:
         options = getattr(config, group, None)
         if options and not (group == "scheduler" and "_target_" not in options):
             _target(group, options, facts)
+    loss(getattr(config, "loss", {}))
 
 
 def _call(group: str, options: Mapping[str, Any], **facts: Any) -> Any:

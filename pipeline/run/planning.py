@@ -38,6 +38,7 @@ from ..schedules.simulate import simulate_spans
 from . import build, console, determinism
 from .determinism import place
 from .early import program
+from .losses import OF_MODEL
 from .run_folder import RunFolder
 from .schedule_comparison import SYNCHRONOUS, Comparison, compare
 from .timeline import Panel, draw, perfetto_trace
@@ -137,7 +138,8 @@ def prepare(config: PlanConfig) -> Samples:
     config.threads = config.threads or threads_per_rank(config.ranks)
     torch.set_num_threads(config.threads)
     determinism.begin(config)
-    return build.samples(config.data, batch_size=config.batch_size)
+    labelled = config.loss.get("_target_") == OF_MODEL
+    return build.samples(config.data, batch_size=config.batch_size, labelled=labelled)
 
 
 def decide(

@@ -151,9 +151,11 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
         f"ranks={summary['ranks']} threads={summary['threads']}, last loss {_number(summary['loss'], '.4f')}"
     )
     lines += _data(summary.get("data", ()))
-    if "test_accuracy" in summary:
-        loss = _number(summary["test_loss"], ".4f")
-        lines.append(f"test accuracy {_number(summary['test_accuracy'], '.2%')}, test loss {loss}")
+    if "test_loss" in summary:
+        results = [f"test loss {_number(summary['test_loss'], '.4f')}"]
+        if "test_accuracy" in summary:
+            results.insert(0, f"test accuracy {_number(summary['test_accuracy'], '.2%')}")
+        lines.append(", ".join(results))
     return lines
 
 

@@ -42,7 +42,7 @@ from .planning import Recorded, check_batches, count_updates, decide, disk_optio
 from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
-from .training_loop import check_cache, loss, train_rank
+from .training_loop import check_cache, train_rank
 
 
 def train(
@@ -175,7 +175,7 @@ def assemble(
     return Pipeline(
         model,
         plan,
-        loss=loss,
+        loss=build.loss(config.loss),
         optimizer=build.optimizer(config.optimizer),
         scheduler=build.scheduler(config.scheduler, num_steps=count_updates(config, samples)),
         clip=config.clip.norm,

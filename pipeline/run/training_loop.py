@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
+import operator
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
@@ -214,8 +216,8 @@ def run_epochs(
         test = evaluate(pipe, plan, config, map(loader.take, ahead.test()), between=between)
         if test:
             log(pipe.num_steps - 1, test)
-            result = f"test accuracy {test['accuracy']:.2%}, test loss {test['loss']:.4f}"
-            note(f"epoch {epoch + 1}/{config.epochs}: {result}")
+            known = f"test accuracy {test['accuracy']:.2%}, " if "accuracy" in test else ""
+            note(f"epoch {epoch + 1}/{config.epochs}: {known}test loss {test['loss']:.4f}")
     return test
 
 
@@ -227,32 +229,39 @@ def evaluate(
     *,
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return the accuracy and the mean loss over the batches of a test, on every rank; nothing of none."""
-    right = total = 0
-    lost = 0.0
-    number = 0
+    """Return the mean loss over the batches of a test, and for classes the accuracy, on every rank; nothing
+    of no batch."""
+    loss, number = build.loss(config.loss), 0
+    right = total = lost = 0.0
     for number, (inputs, targets) in enumerate(batches, start=1):
         if number % BETWEEN == 0:
             between()
         outputs = pipe.evaluate(inputs)
         if outputs is not None:
-            targets = targets.to(outputs.device)
-            right += int((outputs.argmax(-1) == targets).sum())
-            with casting(build.autocast(config.autocast), outputs.device):
-                lost += float(loss(outputs, targets)) * targets.numel()
-            total += targets.numel()
+            device = tree_leaves(outputs)[0].device
+            targets = tree_map_only(Tensor, operator.methodcaller("to", device), targets)
+            count = targets.numel() if isinstance(targets, Tensor) else len(tree_leaves(inputs)[0])
+            right += _number_right(outputs, targets)
+            with casting(build.autocast(config.autocast), device):
+                lost += float(loss(outputs, targets)) * count
+            total += count
     if not number:
         return {}
     last = plan.owner(-1)
     right, lost, total = (
         pipe.world.broadcast(number, last, at="the test's result") for number in (right, lost, total)
     )
-    return {"accuracy": right / total, "loss": lost / total}
+    known = {} if math.isnan(right) else {"accuracy": right / total}
+    return known | {"loss": lost / total}
 
 
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of classes (batch, classes) or of characters (batch, length, classes)."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+def _number_right(outputs: Any, targets: Any) -> float:
+    """Return how many targets are the class with the largest output; NaN where they are no classes."""
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or targets.is_floating_point():
+        return math.nan
+    if outputs.shape[:-1] != targets.shape or outputs.shape[-1] < 2:
+        return math.nan
+    return float((outputs.argmax(-1) == targets).sum())
 
 
 def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:

@@ -30,7 +30,7 @@ from penstock.compression.kernels import jit
 from penstock.compression.names import lossless
 from penstock.compression.zero_value import has_bitmap
 from penstock.pipeline.run import build
-from penstock.pipeline.run.training_loop import loss
+from penstock.pipeline.run.losses import cross_entropy as loss
 from penstock.stages.units import parse_bytes, show_bytes
 
 Routes = dict[str, Callable[[], Any]]

@@ -37,9 +37,9 @@ from torch import nn
 from penstock.compression.errors import ConfigError, TransportError
 from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.run.losses import cross_entropy as loss
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.runtime.meter import ResidentMemory
 from penstock.stages.files import reason, save_json
 from penstock.stages.memory.disk import Disk, DiskOptions, timed

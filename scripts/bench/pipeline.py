@@ -28,10 +28,10 @@ from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.distributed.transport import measured_rates
 from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.run.losses import cross_entropy as loss
 from penstock.pipeline.run.metrics import DIRECTIONS, Totals, ratio
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.runtime.report import Report
 from penstock.stages.plan.plan import Plan
 from penstock.stages.units import show_bytes, show_rate

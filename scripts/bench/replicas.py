@@ -24,9 +24,9 @@ from penstock.pipeline.distributed.launcher import init
 from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.run.losses import cross_entropy as loss
 from penstock.pipeline.run.planning import look, model_name
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.pipeline.run.training_loop import loss
 from penstock.pipeline.schedules.instruction import Op
 from penstock.pipeline.schedules.replicated import step_programs
 from penstock.pipeline.schedules.simulate import simulate_plan

@@ -1,7 +1,6 @@
 """Data sets: the same batches for the same (seed, epoch), and what the digits and the text hold."""
 
 import gzip
-import hashlib
 import importlib
 import os
 import random
@@ -20,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import penstock.conf
 from penstock import ConfigError, in_threads
-from penstock.pipeline.data import Description, Samples, digits
+from penstock.pipeline.data import Description, Samples
 from penstock.pipeline.data.fashion_mnist import load, read_idx
 from penstock.pipeline.data.image_folder import DEVIATION, MEAN
 from penstock.pipeline.data.storage import check_shared, listing, local_copy
@@ -108,15 +107,6 @@ def test_what_no_split_can_give_is_refused() -> None:
             next(own().batches("train", batch_size=batch_size))
     with pytest.raises(ConfigError, match="valid"):
         own().num_samples("valid")  # pyright: ignore[reportArgumentType]
-
-
-def test_digits_are_the_1797_of_uci() -> None:
-    with np.load(Path(digits.__file__).with_name("digits.npz")) as file:
-        digest = hashlib.sha256(file["pixels"].tobytes() + file["targets"].tobytes()).hexdigest()
-    assert digest == "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
-    samples = SAMPLES["digits"]()
-    assert (samples.num_samples("train"), samples.num_samples("test")) == (1437, 360)
-    assert samples.describe == Description(num_classes=10, input_shape=(3, 32, 32))
 
 
 def test_digits_come_resized_and_normalised() -> None:

@@ -1,5 +1,7 @@
 """Whole runs: the bits of the plain loop whatever the ranks, and a run folder that others can read."""
 
+import argparse
+import functools
 import os
 import re
 import threading
@@ -16,6 +18,8 @@ from omegaconf import OmegaConf
 from processes import ranks_in
 from reference import plain_loop, same_bits, same_tree
 from safetensors.torch import load_file
+from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from penstock import ConfigError, Plan
 from penstock.conf.schema import PlanConfig, TrainConfig
@@ -24,6 +28,7 @@ from penstock.pipeline.data import digits
 from penstock.pipeline.data.samples import samples_of
 from penstock.pipeline.distributed import launcher
 from penstock.pipeline.run import determinism, planning, train, training_loop
+from penstock.pipeline.run.losses import of_model
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.scripts import command
 
@@ -34,7 +39,7 @@ JOB = (
 ALONE = f"{JOB} ranks=1 stages=2"
 
 
-def plain_run(**more):
+def plain_run(loss=F.cross_entropy, **more):
     """Train ``JOB`` by the plain loop; return the model and the losses."""
     samples = digits.load(size=8, channels=1)
     torch.manual_seed(3)
@@ -42,7 +47,7 @@ def plain_run(**more):
     steps = plain_loop(
         model,
         list(islice(samples.batches("train", batch_size=50, seed=3, epoch=0), 4)),
-        loss=torch.nn.functional.cross_entropy,
+        loss=loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.5, weight_decay=0.0005),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
         micro_batches=3,
@@ -84,6 +89,59 @@ def test_half_precision_with_a_loss_scale_has_the_bits_of_the_plain_loop():
     model, losses, _ = plain_run(autocast=torch.float16, scaler=torch.amp.GradScaler("cpu"))
     trained(f"{ALONE} autocast=float16 loss_scale=dynamic hydra.run.dir=run")
     check_bits("run", model, losses)
+
+
+@pytest.mark.parametrize(
+    ("option", "loss"),
+    [
+        ("_target_=torch.nn.functional.multi_margin_loss loss.p=2", {"p": 2}),
+        ("_target_=torch.nn.CrossEntropyLoss loss.label_smoothing=0.1", {"label_smoothing": 0.1}),
+        ("label_smoothing=0.1", {"label_smoothing": 0.1}),
+    ],
+)
+def test_another_loss_has_the_bits_of_the_plain_loop(option, loss):
+    function = F.multi_margin_loss if "p" in loss else F.cross_entropy
+    trained(f"{ALONE} loss.{option} hydra.run.dir=run")
+    check_bits("run", *plain_run(loss=functools.partial(function, **loss))[:2])
+
+
+def test_the_loss_that_a_model_returns_is_trained_and_tested():
+    Path("own.py").write_text(LABELLED)
+    trained(f"{PLAIN} data._target_=own.rows loss=model hydra.run.dir=run")
+    import own  # pyright: ignore[reportMissingImports]
+
+    model, (_, tests), found = own.Net(), own.rows(), summary("run")
+    model.load_state_dict(load_file("run/model.safetensors"))
+    wanted = model(**default_collate([*tests]))["loss"].detach()
+    assert (found["test_loss"], "test_accuracy" in found) == (pytest.approx(float(wanted), rel=1e-5), False)
+    for returned in (wanted, (wanted, 1), {"loss": wanted}, argparse.Namespace(loss=wanted)):
+        assert of_model(returned, None) is wanted
+    for returned in (wanted[None], (), {"logits": wanted}, None):
+        with pytest.raises(ConfigError, match="loss=model takes the mean loss, a number"):
+            of_model(returned, None)
+
+
+LABELLED = """
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+
+def rows():
+    inputs = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+    table = [{"x": x, "labels": (x[0] > 0).long()} for x in inputs]
+    return Subset(table, range(40)), Subset(table, range(40, 50))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x, labels):
+        scores = self.b(self.a(x).relu())
+        return {"loss": nn.functional.cross_entropy(scores, labels), "scores": scores}
+"""
 
 
 def test_versions_of_the_weights_are_asked_for_planned_and_kept_to(capfd):
