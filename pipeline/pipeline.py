@@ -36,7 +36,7 @@ from ..stages.profiling.measure import measure
 from ..stages.stage.nan_check import Guard
 from ..stages.tracing.capture.call_spec import Example
 from ..stages.tracing.model_checks import Leaf
-from ..stages.tracing.tracer import trace
+from ..stages.tracing.tracer import LayerGraph, trace
 from .distributed.gpu_transport import identity_of, transport_of
 from .distributed.launcher import check_joined, init
 from .distributed.process_group import World
@@ -122,6 +122,8 @@ class Pipeline:
             (name, tensor) that writes into the tensor, with random numbers seeded for each by its name.
         shares: how replicas share micro-batches, by rank 0: None: as the plan says; "measured": in proportion
             to speed, from step to step.
+        graph: what ``trace`` returned for ``model``; None: the plan's, or on a rank without one, the model is
+            traced with made-up inputs.
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.
@@ -152,6 +154,7 @@ class Pipeline:
         load_weights: str | Path | None = None,
         init_weights: Init | None = None,
         shares: str | None = None,
+        graph: LayerGraph | None = None,
     ) -> None:
         options = Options(
             loss=loss, optimizer=optimizer, scheduler=scheduler, clip=clip, clip_scope=clip_scope,
@@ -172,7 +175,7 @@ class Pipeline:
             self._agree(model, plan, options, home)
             self._place(model, home)
             resident = ResidentMemory(model_bytes=bytes_in_memory(model))
-            own = self._cut(model, options)
+            own = self._cut(model, options, graph)
             self._make_optimizers(model, own, options)
             self._make_engine(model, own, options, resident)
         self.share_by(shares)
@@ -208,27 +211,31 @@ class Pipeline:
             PenstockError: One of the four calls refuses, here or on another rank.
             TypeError: None of them takes a setting.
         """
-        ranks, at, plan = world or init(deadline=deadline), "cutting a model", None
+        asked, known = ({*inspect.signature(f).parameters} - {"profile"} for f in (partition, cls.__init__))
+        if odd := settings.keys() - asked - known:
+            raise TypeError(f"Pipeline.of() got an unexpected keyword argument {min(odd)!r}")
         ours = {"memory": MemoryOptions, "shares": str}
         wishes = {
             name: settings.pop(name)
-            for name in inspect.signature(partition).parameters
-            if name in settings and not isinstance(settings[name], ours.get(name, ()))
+            for name in asked & settings.keys()
+            if not isinstance(settings[name], ours.get(name, ()))
         }
+        ranks, at, plan = world or init(deadline=deadline), "cutting a model", None
         agreement, plans = Agreement(ranks), ranks.rank == 0
         with agreement.all_or_none(at):
             with ranks.notices.busy() if plans and not ranks.is_alone else contextlib.nullcontext():
                 agreement.agree(at, list)  # its signs of life have begun
+                graph = trace(model, example, autocast=autocast, leaves=leaves)
                 if plans:
                     wishes.setdefault("optimizer_state", state_per_byte(optimizer))
                     wishes.setdefault("by_element", seems_by_element(optimizer))
                     if not ranks.is_alone:
                         wishes.setdefault("ranks", ranks.size)
-                    graph = trace(model, example, autocast=autocast, leaves=leaves)
                     plan = partition(measure(graph, example), **wishes)
             if not plans:
                 ranks.notices.wait_for(0, deadline=deadline)
         settings |= {"autocast": autocast, "world": world, "deadline": deadline}
+        settings["graph"] = graph.without_memory()
         return cls(model, plan, loss=loss, optimizer=optimizer, **settings)
 
     # The five steps of making one, in their order.
@@ -260,7 +267,7 @@ class Pipeline:
         if not self.values and home_of(model) != self.world.device.torch:
             model.to(self.world.device.torch)
 
-    def _cut(self, model: nn.Module, options: Options) -> Ownership:
+    def _cut(self, model: nn.Module, options: Options, graph: LayerGraph | None) -> Ownership:
         """3. Trace ``model`` and cut it into the stages of this process; return the owners of its
         parameters.
         """
@@ -268,7 +275,7 @@ class Pipeline:
         self.nan_check = Guard(options.checks_gradients) if options.detect_anomaly else None
         if not model.training:
             model.train()
-        graph = graph_of(model, self.plan, autocast)
+        graph = graph_of(model, self.plan, autocast, graph)
         self.agreement.agree("the layers of a model", lambda: fingerprints.of_layers(graph))
         check_layers(self.plan, graph)
         check_written(self.plan, model, graph)
@@ -636,7 +643,7 @@ class Pipeline:
 
     def _run(self, step: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
         """Run a step, or the drain of a stream; put together the loss and the reports of the stages."""
-        engine = self.engine
+        engine, rate = self.engine, self.update.learning_rate
         try:
             with self.world.device.current():
                 engine.step(dataclasses.replace(step, keeps_outputs=outputs))
@@ -657,5 +664,7 @@ class Pipeline:
             seconds=time.perf_counter() - began,
             num_samples=num_samples,
             outputs=joined(list(engine.outputs.values())),
+            learning_rate=rate,
+            gradient_norm=None if self.update.norm is None else float(self.update.norm),
             **told,
         )

@@ -184,9 +184,9 @@ def init(*, deadline: float = 60.0) -> World:
     from .process_group import World, init_group
 
     world = World.default(deadline=deadline)
-    if "RANK" not in os.environ or not world.is_alone:
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys() or not world.is_alone:
         return world
-    if os.environ["WORLD_SIZE"] == "1" and os.environ.pop(MEETING, None):
+    if os.environ["WORLD_SIZE"] == "1" and (os.environ.pop(MEETING, None) or "MASTER_ADDR" not in os.environ):
         return world  # nobody else comes
     try:
         store, rank, ranks = process_group.bounded(
@@ -209,7 +209,7 @@ def check_joined(world: World) -> World:
     if world.is_alone and "RANK" in os.environ and ranks != "1":
         raise ConfigError(
             f"this process is rank {os.environ['RANK']} of WORLD_SIZE={ranks} and has joined no others; call "
-            "penstock.init() first"
+            "penstock.init() first, or let Pipeline.of do it"
         )
     return world
 

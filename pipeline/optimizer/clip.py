@@ -25,8 +25,8 @@ def clip_together(
     largest: float,
     *,
     owner: Mapping[str, int],
-) -> None:
-    """Scale the gradients of ``parameters`` in place; collective.
+) -> torch.Tensor | None:
+    """Scale the gradients of ``parameters`` in place; collective. Return their norm before, None without any.
 
     Args:    parameters: those of this process by name.
              largest: the L2 norm that the gradients of all ranks may have together.
@@ -35,6 +35,7 @@ def clip_together(
     total = norm_together(world, norms(gradients), owner=owner, device=device_of(gradients))
     if total is not None:
         torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), largest, total)
+    return total
 
 
 def norm_together(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...stages.device import CPU
 from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.memory.parameter_offload import OffloadedParameters
 from .clip import device_of, norm_together, norms, total_norm
@@ -34,7 +35,7 @@ class MirroredUpdate(Update):
         super().__init__(**settings)
         self._totals: dict[int, torch.Tensor | None] = {}
         self._norms: dict[str, tuple[float, float]] = {}
-        self._device = torch.device("meta")
+        self._device = CPU  # of the gradients, where there are any
         self._in_turn: dict[int, InTurn] = {}
         self._rest: dict[int, list[torch.nn.Parameter]] = {}
         for stage, mirror in mirrors.items():
@@ -133,8 +134,8 @@ class MirroredUpdate(Update):
         if self.clip is None:
             return
         if self.scope == "global":
-            total = norm_together(self.world, self._norms, owner=self.owner, device=self._device)
-            self._totals = dict.fromkeys(stages, total)
+            self.norm = norm_together(self.world, self._norms, owner=self.owner, device=self._device)
+            self._totals = dict.fromkeys(stages, self.norm)
         else:
             for stage in stages:
                 found = [self._norms[name] for name, _ in self.parameters[stage] if name in self._norms]

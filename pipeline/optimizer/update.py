@@ -75,6 +75,7 @@ class Update:
         self.scheduler = (
             SharedScheduler(scheduler, optimizer, named=every, stages=self.optimizers) if scheduler else None
         )
+        self.norm: torch.Tensor | None = None  # of all gradients, before the last clip by it
         self.begun = 0  # updates of stages that have begun to write
         self.begin()
 
@@ -91,6 +92,12 @@ class Update:
     def resident(self) -> contextlib.AbstractContextManager[None]:
         """The block in which parameters, gradients and the state of the optimizers are where people look."""
         return contextlib.nullcontext()
+
+    @property
+    def learning_rate(self) -> float | None:
+        """That of the first parameters here; None where there are none, or it has another name."""
+        groups = [settings for made in self.optimizers.values() for settings in made.param_groups]
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
     @property
     def streams(self) -> bool:
@@ -159,7 +166,7 @@ class Update:
 
     def _clip(self, stages: Sequence[int]) -> None:
         if self.clip is not None and self.scope == "global":
-            clip_together(self.world, self.named, self.clip, owner=self.owner)
+            self.norm = clip_together(self.world, self.named, self.clip, owner=self.owner)
         elif self.clip is not None:
             for stage in stages:
                 own = dict(self.parameters[stage])

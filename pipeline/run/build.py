@@ -175,10 +175,19 @@ def loss(options: Mapping[str, Any]) -> Callable[[Any, Any], torch.Tensor]:
         return cross_entropy
     target = _locate("loss", options.get("_target_"))
     is_class = isinstance(target, type)
-    facts = [] if is_class else [*inspect.signature(target).parameters][:2]
+    try:
+        facts = [] if is_class else [*inspect.signature(target).parameters][:2]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"loss._target_={options['_target_']} does not say what it takes; name a Python function of "
+            "(outputs, targets), or a class whose objects are called so"
+        ) from error
     _, given, _ = _target("loss", options, facts)
     given = instantiate(given, _convert_="all")
-    return target(**given) if is_class else functools.partial(target, **given)
+    make = functools.partial(target, **given)
+    if is_class:
+        _refused("loss", options, make)
+    return make() if is_class else make
 
 
 def memory(options: MemoryConfig) -> MemoryOptions:

@@ -133,7 +133,8 @@ class SharesLog:
 
 
 COLUMNS: Sequence[str] = (
-    "step", "loss", "seconds", "samples_per_second", "bytes_raw", "bytes_sent", "bubble", "peak_bytes",
+    "step", "loss", "seconds", "samples_per_second", "learning_rate", "gradient_norm",
+    "bytes_raw", "bytes_sent", "bubble", "peak_bytes",
     "bytes_raw_forward", "bytes_raw_backward", "bytes_sent_forward", "bytes_sent_backward",
     "test_accuracy", "test_loss",
 )  # fmt: skip

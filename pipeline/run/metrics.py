@@ -132,6 +132,8 @@ def step_line(report: Report) -> dict[str, Any]:
         "loss": _finite(report.loss),
         "seconds": report.seconds,
         "samples_per_second": report.num_samples / report.seconds,
+        "learning_rate": _finite(report.learning_rate),
+        "gradient_norm": _finite(report.gradient_norm),
         "bytes_raw": report.bytes_raw,
         "bytes_sent": report.bytes_sent,
         "bubble": report.bubble,
@@ -185,8 +187,8 @@ def ratio(raw: float, sent: float) -> float | None:
     return raw / sent if sent else None
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
 
 
 def predicted_peaks(first: Report) -> dict[int, dict[str, int]]:

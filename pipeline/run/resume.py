@@ -44,7 +44,12 @@ BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
 OF_A_STREAM = ("micro_batches", "checkpoint.every", "extra_in_flight")
 """What decides which weights a micro-batch of a stream sees; a checkpoint drains it."""
 
-SINCE = {"data.skip_broken": False, "replicas.shares": "even"}
+SINCE = {
+    "data.skip_broken": False,
+    "replicas.shares": "even",
+    "loss._target_": "penstock.pipeline.run.losses.cross_entropy",
+    "loss.label_smoothing": 0.0,
+}
 """What options were before there was a choice, for checkpoints that do not name them."""
 
 OF_THE_LENGTH = ("epochs", "max_steps")

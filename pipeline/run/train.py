@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -107,6 +108,7 @@ def train(
     elif world:
         del pipe  # this rank needs the memory
         torchrun.publish(world, config, plan, folder)
+        plan = dataclasses.replace(plan, graph=None)  # all ranks trace the same made-up inputs
         join_world(config, plan, folder, world)
     else:
         if pipe:

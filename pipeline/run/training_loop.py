@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
@@ -31,6 +31,7 @@ from ..distributed.launcher import cores, local_ranks
 from ..distributed.process_group import hearing
 from ..distributed.processes import Stopped
 from ..pipeline import Pipeline
+from ..runtime.batches import tensors_of
 from ..runtime.report import Report
 from . import build, console
 from .checkpoints import Checkpoints, keeping, write_model
@@ -231,16 +232,17 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss over the batches of a test, and for classes the accuracy, on every rank; nothing
     of no batch."""
-    loss, number = build.loss(config.loss), 0
+    loss, number = pipe.engine.criterion.loss, 0
     right = total = lost = 0.0
     for number, (inputs, targets) in enumerate(batches, start=1):
         if number % BETWEEN == 0:
             between()
         outputs = pipe.evaluate(inputs)
         if outputs is not None:
-            device = tree_leaves(outputs)[0].device
+            device = next(tensors_of(outputs)).device
             targets = tree_map_only(Tensor, operator.methodcaller("to", device), targets)
-            count = targets.numel() if isinstance(targets, Tensor) else len(tree_leaves(inputs)[0])
+            samples = pipe.call.samples_of(pipe.call.tensors(inputs))
+            count = targets.numel() if isinstance(targets, Tensor) else samples
             right += _number_right(outputs, targets)
             with casting(build.autocast(config.autocast), device):
                 lost += float(loss(outputs, targets)) * count

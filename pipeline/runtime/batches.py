@@ -210,7 +210,7 @@ class Criterion:
         Raises:
             StageError: It is none, or the function failed.
         """
-        device = CPU if self.autocast is None else next((t.device for t in _tensors(outputs)), CPU)
+        device = CPU if self.autocast is None else next((t.device for t in tensors_of(outputs)), CPU)
         try:
             with casting(self.autocast, device):
                 loss = self.loss(outputs, targets)
@@ -237,7 +237,7 @@ class Criterion:
         Raises:
             StageError: It does.
         """
-        seen = {get_gradient_edge(t).node for t in _tensors(outputs) if t.requires_grad}
+        seen = {get_gradient_edge(t).node for t in tensors_of(outputs) if t.requires_grad}
         ahead = [get_gradient_edge(loss).node]
         while ahead:
             node = ahead.pop()
@@ -252,13 +252,13 @@ class Criterion:
             ahead += [following for following, _ in node.next_functions if following is not None]
 
 
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+def tensors_of(outputs: Any) -> Iterator[torch.Tensor]:
     """The tensors of what the model returns, in the fields of dataclasses too."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], *, mean: bool) -> float:

@@ -216,7 +216,8 @@ def _checksum(tensor: torch.Tensor) -> str:
 def _node(node: fx.Node) -> str:
     """A node of a trace, the same text in every process."""
     target = node.target if isinstance(node.target, str) else _shown(node.target)
-    return f"{target}{_shown(node.args)}{_shown(node.kwargs) if node.kwargs else ''}"
+    seen = f" was {node.meta['expect']}" if "expect" in node.meta else ""
+    return f"{target}{_shown(node.args)}{_shown(node.kwargs) if node.kwargs else ''}{seen}"
 
 
 def _plain(held: object) -> dict[str, Any]:

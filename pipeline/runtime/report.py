@@ -93,7 +93,9 @@ class Report:
     """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
     ``outputs``: the model's on the batch, if they were asked for, where the last stage is. ``asked``: the
     largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything. ``replicas``: what each
-    rank of every stage reports, of which ``stages`` is made, where some stage is on several ranks."""
+    rank of every stage reports, of which ``stages`` is made, where some stage is on several ranks.
+    ``learning_rate``: that of this rank's first parameters. ``gradient_norm``: of all gradients before they
+    were clipped by it, else None."""
 
     step: int
     loss: float
@@ -103,6 +105,8 @@ class Report:
     outputs: Any = None
     asked: int = 0
     replicas: tuple[tuple[StageReport, ...], ...] = ()
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
 
     @property
     def of_ranks(self) -> tuple[tuple[StageReport, ...], ...]:

@@ -88,7 +88,8 @@ class Recorded:
     @classmethod
     def of(cls, shapes: Shapes, stage_of: Mapping[str, Sequence[int]]) -> Recorded:
         """A record with the guards of its traces."""
-        return cls(shapes, stage_of, {mode: InputGuards(traced) for mode, traced in shapes.traced.items()})
+        traces = shapes.traced.items()
+        return cls(shapes, stage_of, {mode: InputGuards(one, shapes.autocast) for mode, one in traces})
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The trace of a mode, and the layers of one stage in it."""
@@ -136,16 +137,19 @@ class Steps:
         """The first trace of a mode, and the layers of one stage in it."""
         return self.recorded[0].layers(mode, stage)
 
-    def step(self, mode: str, inputs: Inputs, *, extra: int = 0) -> Planned:
-        """The messages of a step over micro-batches of these inputs, and this process's program; ``extra``:
-        how many more are in flight in training than the schedule's own.
+    def step(
+        self, mode: str, inputs: Inputs, *, extra: int = 0, runs: Sequence[Recorded] | None = None
+    ) -> Planned:
+        """The messages of a step over micro-batches of these inputs, and this process's program.
 
+        Args:   extra: how many more are in flight in training than the schedule's own; runs: those that the
+                micro-batches take; None: they are chosen here.
         Raises: PlanError: a cut would change the bits at these shapes; ScheduleError: the schedule is unknown
                 or would deadlock.
         """
         if mode not in self.stage_of:
             raise PlanError(self.refusal)
-        runs = self.runs_of(mode, inputs)
+        runs = runs or self.runs_of(mode, inputs)
         shapes = tuple((run, *map(_shape, batch)) for run, batch in zip(runs, inputs, strict=True))
         key = mode, extra, self.plan.shares, shapes
         if key not in self.known:
@@ -380,8 +384,9 @@ def _text(tensor: torch.Tensor) -> str:
 
 def _of_text(text: str, like: torch.Tensor) -> torch.Tensor:
     """The tensor of the shape and dtype of ``like`` with these elements."""
-    data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-    return data.view(like.dtype).view(like.shape)
+    data = bytearray(base64.b64decode(text))
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(like.dtype).view(like.shape)
 
 
 class SynchronousFeed:
@@ -391,6 +396,7 @@ class SynchronousFeed:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
+        self.runs: list[Recorded] = []  # of the last batch, whose inputs a forward may have written to
 
     def restart(self) -> None:
         """Nothing to forget."""
@@ -403,7 +409,9 @@ class SynchronousFeed:
 
     def feed(self, batches: Sequence[MicroBatch], *, step: int, extra: int = 0) -> Step:
         """The step that trains on these micro-batches; raises what ``Steps.step`` does."""
-        messages, program = self.steps.step("train", [batch.inputs for batch in batches], extra=extra)
+        inputs = [batch.inputs for batch in batches]
+        self.runs = self.steps.runs_of("train", inputs)
+        messages, program = self.steps.step("train", inputs, extra=extra, runs=self.runs)
         live = {batch.index: batch._replace(step=step) for batch in batches}
         return Step(number=step, messages=messages, program=program, micro_batches=live)
 
@@ -417,7 +425,7 @@ class SynchronousFeed:
     def messages(self, step: Step, extra: int) -> StepMessages:
         """Those of ``step`` with so many more in flight than the schedule's own."""
         inputs = [batch.inputs for batch in step.micro_batches.values()]
-        return self.steps.step("train", inputs, extra=extra)[0]
+        return self.steps.step("train", inputs, extra=extra, runs=self.runs)[0]
 
 
 def pairs_of(routed: Iterable[tuple[Route, ...]]) -> list[tuple[int, int]]:

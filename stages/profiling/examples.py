@@ -30,11 +30,14 @@ def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
     )
 
 
-def graph_of(model: nn.Module, plan: Plan, autocast: torch.dtype | None) -> LayerGraph:
-    """The graph of ``model`` as ``plan`` was made for it: the plan's own while it fits, else traced anew."""
-    known = plan.graph
-    if known is not None and _is_meant(known, plan, autocast) and known.fits(model):
-        return known
+def graph_of(
+    model: nn.Module, plan: Plan, autocast: torch.dtype | None, graph: LayerGraph | None = None
+) -> LayerGraph:
+    """The graph of ``model`` as ``plan`` was made for it: ``graph`` or the plan's own if it fits, else traced
+    anew."""
+    for known in (graph, plan.graph):
+        if known is not None and _is_meant(known, plan, autocast) and known.fits(model):
+            return known
     return trace(model, example_of(plan), autocast=autocast, leaves=plan.leaves)
 
 

@@ -29,7 +29,7 @@ from ..seeds import seeded
 from ..stage.run_layers import Receive
 from ..torch_private import tree_leaves, tree_map
 from ..tracing.aliases import memory_of
-from ..tracing.capture.call_spec import Call, Example
+from ..tracing.capture.call_spec import Call, Example, fresh
 from ..tracing.dataflow import Probe
 from ..tracing.layers import Layer, Parts, casting, parts_of, run_layer, tensors_read
 from ..tracing.object_snapshot import held_tensors
@@ -82,7 +82,7 @@ def blocks_of(
 
     Returns: ranges of layers, and for a layer's number why the model must not be cut behind it.
     Raises:  PlanError: a layer does not run even with all that are ahead of it."""
-    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
+    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
     parts, layers, timer = parts_of(graph.model_copy, graph.train), graph.train.layers, _Timer(device, graph)
     blocks: list[range] = []
     refused: dict[int, str] = {}
@@ -110,7 +110,7 @@ def timed_run(
 ) -> Run:
     """Run every block of layers once, in turn."""
     parts, timer = parts_of(graph.model_copy, graph.train), _Timer(device, graph)
-    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
+    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
     for block in blocks:
         timer.run(block, env, parts)
     return Run(timer.seconds(), {number: count() for number, count in timer.zeros.items()})
@@ -120,7 +120,7 @@ def timed_apart(
     graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device, repeats: int
 ) -> list[Run]:
     """The same runs of a model without values: all of one layer, which then gives its values up again."""
-    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, inputs, strict=True))
+    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
     timers, zeros = [_Timer(device, graph) for _ in range(repeats + 1)], dict[int, float]()
 
     def run(index: int, layer: Layer) -> None:
@@ -276,7 +276,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
         else:
             blocks, tied = blocks_of(graph, inputs, device)
             runs = [timed_run(graph, inputs, device, blocks) for _ in range(repeats)]
-            seen, far = observe_step(graph, inputs)
+            seen, far = observe_step(graph, fresh(inputs))
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)

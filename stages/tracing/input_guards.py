@@ -13,14 +13,16 @@ from torch import fx
 from ...compression.errors import PlanError
 from .capture.call_spec import fresh
 from .capture.nodes import follow_inputs
-from .layers import Layer, Parts, Traced, run_layer
+from .layers import Layer, Parts, Traced, casting, run_layer
 
 
 class InputGuards:
-    """The guards of ``traced`` that follow from its inputs alone, and the layers that lead to them."""
+    """The guards of ``traced`` that follow from its inputs alone, with the layers that lead to them.
 
-    def __init__(self, traced: Traced) -> None:
-        self._traced, self._layers = traced, _leading_to_guards(traced)
+    ``autocast``: the dtype under which it was recorded."""
+
+    def __init__(self, traced: Traced, autocast: torch.dtype | None) -> None:
+        self._traced, self._layers, self._autocast = traced, _leading_to_guards(traced), autocast
 
     def __bool__(self) -> bool:
         return bool(self._layers)
@@ -31,7 +33,7 @@ class InputGuards:
         env = dict(zip(self._traced.inputs, fresh(inputs), strict=True))  # a layer may write to them
         parts = Parts({}, dict(self._traced.constants)).on(inputs[0].device, self._traced.recorded)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), casting(self._autocast, inputs[0].device):
                 for layer in self._layers:
                     env[layer.node] = run_layer(layer, env, parts, samples=samples)
         except PlanError as error:

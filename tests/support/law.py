@@ -212,6 +212,8 @@ def beside(pipe, plain, batches, **settings):
 def step_differences(case, pipe, x, y, expected):
     """Differences in one step."""
     report, mine = pipe.step(split_for(pipe, x) if case.splits else x, y), pipe.update.named
+    if str((report.gradient_norm, report.learning_rate or expected["told"][1])) != str(expected["told"]):
+        yield f"told {report.gradient_norm} {report.learning_rate}, {expected['told']}"
     if str(report.loss) != str(expected["loss"]):  # as NaN has it, too
         yield f"loss {report.loss} {expected['loss']}"
     if pipe.world.is_alone:

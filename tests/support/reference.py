@@ -65,8 +65,8 @@ def plain_loop(
         scaler.unscale_(made)
         gradients = [p.grad for p in model.parameters() if p.grad is not None and scaler.is_enabled()]
         overflow = not all(gradient.isfinite().all() for gradient in gradients)
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        norm = None if clip is None else float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+        rate = made.param_groups[0]["lr"]
         gradients = {name: p.grad for name, p in model.named_parameters()}
         scaler.step(made)
         scaler.update()
@@ -78,6 +78,7 @@ def plain_loop(
             "gradients": gradients,
             "optimizer": made,
             "scaler": scaler.state_dict(),
+            "told": (norm, rate),
         }
 
 

@@ -147,12 +147,9 @@ def cross_entropy(outputs, targets):
 
 
 def images(size, samples=11, steps=3, channels=3):
-    generator = torch.Generator().manual_seed(3)
+    generator, shape = torch.Generator().manual_seed(3), (samples, channels, size, size)
     return [
-        (
-            torch.randn(samples, channels, size, size, generator=generator),
-            torch.randint(10, (samples,), generator=generator),
-        )
+        (torch.randn(shape, generator=generator), torch.randint(10, (samples,), generator=generator))
         for _ in range(steps)
     ]
 
