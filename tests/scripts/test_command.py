@@ -63,7 +63,7 @@ SPELLING = {
     "model=mlp model.hidden=8": "model.hidden takes a list, for example model.hidden=[8]",
     "model.width=3": "known are model.init_weights, model.leaves, model.load_weights",
     "model=torchvision": "model.name= must be given",
-    "loss=mse": "loss=mse: there is no option loss; known are",
+    "loss=mse": "loss=mse is not known; loss is one of cross_entropy, model, own",
     "hydra.run.dri=x": "hydra.run.dri; known are hydra.run.dir",
     "+hydra.foo=3": "there is no option hydra.foo; known are",
     "--multirun seed=1,2 rank=3": "write ranks=3",
