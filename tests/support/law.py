@@ -212,8 +212,9 @@ def beside(pipe, plain, batches, **settings):
 def step_differences(case, pipe, x, y, expected):
     """Differences in one step."""
     report, mine = pipe.step(split_for(pipe, x) if case.splits else x, y), pipe.update.named
-    if str((report.gradient_norm, report.learning_rate or expected["told"][1])) != str(expected["told"]):
-        yield f"told {report.gradient_norm} {report.learning_rate}, {expected['told']}"
+    rate = expected["learning_rate"] if pipe.update.tensors() else None
+    if str((report.gradient_norm, report.learning_rate)) != str((expected["gradient_norm"], rate)):
+        yield f"norm {report.gradient_norm} {expected['gradient_norm']}, rate {report.learning_rate} {rate}"
     if str(report.loss) != str(expected["loss"]):  # as NaN has it, too
         yield f"loss {report.loss} {expected['loss']}"
     if pipe.world.is_alone:

@@ -78,7 +78,8 @@ def plain_loop(
             "gradients": gradients,
             "optimizer": made,
             "scaler": scaler.state_dict(),
-            "told": (norm, rate),
+            "gradient_norm": norm,
+            "learning_rate": rate,
         }
 
 
