@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -142,8 +142,7 @@ class MapTable:
     """One split: a map-style data set, whose samples are put together as its owner says."""
 
     dataset: Any
-    collate: Callable[[list[Any]], Any]
-    labelled: bool = False
+    collate: Callable[[list[Any]], tuple[Any, Any]]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -152,8 +151,8 @@ class MapTable:
         """Return inputs and targets of the samples with these numbers."""
         numbers = indices.tolist()
         if several := getattr(self.dataset, "__getitems__", None):  # as torch's own loader asks
-            return pair(self.collate(several(numbers)), labelled=self.labelled)
-        return pair(self.collate([self.dataset[index] for index in numbers]), labelled=self.labelled)
+            return self.collate(several(numbers))
+        return self.collate([self.dataset[index] for index in numbers])
 
     @property
     def in_memory(self) -> bool:
@@ -169,11 +168,11 @@ class MapTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterableTable:
-    """One split: an iterable data set, which alone knows the order of its samples."""
+    """One split: an iterable data set, which alone knows the order of its samples; ``collate`` returns the
+    inputs and targets of a batch of them."""
 
     dataset: Any
-    put: Callable[[list[Any]], Any]
-    labelled: bool = False
+    collate: Callable[[list[Any]], tuple[Any, Any]]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -183,10 +182,6 @@ class IterableTable:
         if set_epoch := getattr(self.dataset, "set_epoch", None):
             set_epoch(epoch)
         return iter(self.dataset)
-
-    def collate(self, samples: list[Any]) -> tuple[Any, Any]:
-        """Return inputs and targets of a batch of samples."""
-        return pair(self.put(samples), labelled=self.labelled)
 
 
 def samples_of(
@@ -207,7 +202,7 @@ def samples_of(
         )
     names = ["train", "test"][: len(parts)]
     tables = [
-        dataclasses.replace(_table(part, target=target, name=name), labelled=labelled)
+        _table(part, target=target, name=name, labelled=labelled)
         for name, part in zip(names, parts, strict=True)
     ]
     notes = [note for part in parts[:1] if (note := _unused(part, batch_size))]
@@ -263,7 +258,7 @@ def _is_split(part: object) -> bool:
     )
 
 
-def _table(part: Any, *, target: str, name: str) -> MapTable | IterableTable:
+def _table(part: Any, *, target: str, name: str, labelled: bool) -> MapTable | IterableTable:
     dataset: Any = part.dataset if isinstance(part, DataLoader) else part
     try:
         len(dataset)
@@ -274,11 +269,16 @@ def _table(part: Any, *, target: str, name: str) -> MapTable | IterableTable:
             "map-style Dataset, with __len__ and __getitem__"
         ) from None
     put = _collate(part) if isinstance(part, DataLoader) else default_collate
+    paired = functools.partial(_paired, put, labelled)  # which travels to the processes that load
     streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    table = IterableTable(dataset=dataset, put=put) if streams else MapTable(dataset=dataset, collate=put)
+    table = (IterableTable if streams else MapTable)(dataset=dataset, collate=paired)
     if not len(table):
         raise ConfigError(f"data._target_={target} returns no samples to {name}; check where it looks")
     return table
+
+
+def _paired(put: Callable[[list[Any]], Any], labelled: bool, samples: list[Any]) -> tuple[Any, Any]:
+    return pair(put(samples), labelled=labelled)
 
 
 def _collate(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
