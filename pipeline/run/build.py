@@ -185,9 +185,7 @@ def loss(options: Mapping[str, Any]) -> Callable[[Any, Any], torch.Tensor]:
     _, given, _ = _target("loss", options, facts)
     given = instantiate(given, _convert_="all")
     make = functools.partial(target, **given)
-    if is_class:
-        _refused("loss", options, make)
-    return make() if is_class else make
+    return _refused("loss", options, make) if is_class else make
 
 
 def memory(options: MemoryConfig) -> MemoryOptions:
@@ -270,9 +268,12 @@ def _locate(group: str, path: Any) -> Callable[..., Any]:
         ) from error
 
 
-def _refused(group: str, options: Mapping[str, Any], attempt: Callable[[], object]) -> None:
+def _refused(group: str, options: Mapping[str, Any], attempt: Callable[[], Any]) -> Any:
+    """Return what ``attempt`` makes.
+
+    Raises: ConfigError: it refuses the values of the options."""
     try:
-        attempt()
+        return attempt()
     except (ValueError, TypeError) as error:
         given = [f"{group}.{name}={value}" for name, value in options.items() if name != "_target_"]
         raise ConfigError(f"{' '.join(given)} is refused: {error}") from error

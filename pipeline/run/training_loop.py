@@ -241,8 +241,8 @@ def evaluate(
         if outputs is not None:
             device = next(tensors_of(outputs)).device
             targets = tree_map_only(Tensor, operator.methodcaller("to", device), targets)
-            samples = pipe.call.samples_of(pipe.call.tensors(inputs))
-            count = targets.numel() if isinstance(targets, Tensor) else samples
+            is_one = isinstance(targets, Tensor)
+            count = targets.numel() if is_one else pipe.call.samples_of(pipe.call.tensors(inputs))
             right += _number_right(outputs, targets)
             with casting(build.autocast(config.autocast), device):
                 lost += float(loss(outputs, targets)) * count
