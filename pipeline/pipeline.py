@@ -643,7 +643,7 @@ class Pipeline:
 
     def _run(self, step: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
         """Run a step, or the drain of a stream; put together the loss and the reports of the stages."""
-        engine, rate = self.engine, self.update.learning_rate
+        engine, rate, self.update.norm = self.engine, self.update.learning_rate, None
         try:
             with self.world.device.current():
                 engine.step(dataclasses.replace(step, keeps_outputs=outputs))
