@@ -141,17 +141,6 @@ def test_the_bytes_of_a_packed_frame_are_those_of_the_format() -> None:
     assert bytes(encode(tensor)[64:].tolist()) == bytes(payload)
 
 
-def test_a_frame_depends_on_nothing_but_its_tensor() -> None:
-    """Whatever a kept buffer held before: padding and slack never leak."""
-    for size in (3, 1000, 5000, 70_000):
-        tensor = torch.relu(torch.randn(size))
-        buffer = Pool().take(buffer_bytes(tensor.shape, tensor.dtype, "zero_value"))
-        for left_over in (0, 255):
-            buffer.fill_(left_over)
-            length = pack_into(tensor, buffer)
-            assert torch.equal(buffer[:length], encode(tensor))
-
-
 def test_requires_grad_travels_in_the_header_only() -> None:
     tensor = torch.ones(3, requires_grad=True)
     frame = encode(tensor)

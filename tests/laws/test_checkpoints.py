@@ -27,23 +27,14 @@ SMALL = Case(model="mlp", cuts=3, optimizer="adamw", scheduler=True, steps=4)
 KEPT = 2  # steps before the checkpoint
 
 
-def leaves(state):
-    """Leaves of a state, by path."""
-    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(state)[0]}
-
-
 def differences(ours, theirs):
-    """Differences of two states, bit for bit; strides included."""
-    a, b = leaves(ours), leaves(theirs)
-    found = sorted(set(a) ^ set(b))
-    for path in set(a) & set(b):
-        both = a[path], b[path]
-        if all(isinstance(leaf, torch.Tensor) for leaf in both):
-            if not same_bits(*both) or both[0].stride() != both[1].stride():
-                found.append(path)
-        elif both[0] != both[1]:
-            found.append(path)
-    return found
+    """Paths at which two states differ, bit for bit; strides included."""
+    a, b = ({keystr(path): leaf for path, leaf in tree_flatten_with_path(one)[0]} for one in (ours, theirs))
+
+    def same(x, y):
+        return same_bits(x, y) and x.stride() == y.stride() if isinstance(x, torch.Tensor) else x == y
+
+    return sorted(a.keys() ^ b.keys()) + [path for path in a.keys() & b.keys() if not same(a[path], b[path])]
 
 
 def made(case, plan=None, seed=None):

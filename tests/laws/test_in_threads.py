@@ -1,28 +1,15 @@
 """Ranks that are threads of one process: none is left, and each draws as one would alone."""
 
 import copy
-import threading
 
 import pytest
 import torch
-from cases import OPTIMIZERS, Case
-from law import differences
+from cases import OPTIMIZERS
 from reference import plain_loop, same_bits
 from small_pipelines import profile_of
 from torch import nn
 
 import penstock
-
-
-def test_no_thread_is_left():
-    threads = names()
-    assert differences(Case(model="mlp", cuts=2, world="threads")) == []
-    assert names() == threads
-
-
-def names():
-    """The threads of this process; that of a progress bar comes when a first model is drawn."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")
 
 
 @pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])

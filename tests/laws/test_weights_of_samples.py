@@ -103,9 +103,3 @@ def test_a_split_batch_has_the_gradient_of_the_whole(shares, replicas, weights):
         print(f"shares {shares} on {plan.replicas} in {dtype}: {ours:.1e}, an average of means {means:.1e}")
         assert ours <= limit
         assert means > 0.1 or replicas != len(shares)  # what the law is there for
-
-
-def test_so_has_one_on_processes(ranks):
-    for dtype, limit in LIMITS.items():
-        plan = plan_of(FIVE, [2, 2], dtype)
-        assert max(ranks.run(errors, FIVE, dtype, plan, ranks=plan.num_ranks)) <= limit

@@ -98,31 +98,6 @@ def test_one_sample_micro_batches_change_identities_and_not_the_bits():
     same_step(pipe, model, plain, (torch.randn(4, 6), torch.randint(3, (4,))))  # 2, 1, 1
 
 
-def test_weight_says_over_how_much_the_loss_is_a_mean():
-    def count(targets):
-        return int((targets != -100).sum())
-
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    x, y = torch.randn(9, 6), torch.randint(3, (9,))
-    y[:4] = torch.tensor([-100, -100, 1, -100])
-    same_step(small(model=model, weight=count), model, copy.deepcopy(model), (x, y), weight=count)
-
-
-def test_inputs_by_position_and_by_name():
-    def forward(self, left, right):
-        return torch.tanh(self.a(left)) + self.b(right)
-
-    one = model_of(forward, a=nn.Linear(6, 3), b=nn.Linear(5, 3))
-    other, example = copy.deepcopy(one), (torch.randn(4, 6), torch.randn(4, 5))
-    left, right, y = torch.randn(7, 6), torch.randn(7, 5), torch.randint(3, (7,))
-    pipe = small(model=one, example=example)
-    by_name = small(model=other, example=example).step({"right": right, "left": left}, y).loss
-    assert pipe.step((left, right), y).loss == by_name
-    with pytest.raises(penstock.PenstockError, match="takes the inputs left, right, as in its example"):
-        pipe.step({"left": left}, y)
-
-
 def test_what_a_pipeline_does_not_take_is_refused_before_anything_runs():
     plan, _ = plan_of(Case(model="mlp"))
     mlp, _ = build("mlp")
@@ -179,13 +154,6 @@ def test_the_timeline_has_every_instruction_in_order():
     assert len(spans) == 2 * (3 + 3 + 1)
     assert all(0 <= s.start <= s.end and 0 <= s.waiting <= s.end - s.start for s in spans)
     assert all(a.end <= b.start + 1e-9 for a, b in pairwise(spans))
-
-
-def test_a_step_leaves_the_random_state_alone():
-    pipe, _, batches = made("gpt_gelu_dropout")
-    before = torch.get_rng_state()
-    pipe.step(*batches[0])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_old_names_are_refused_or_warn_with_the_new_one():

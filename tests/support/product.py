@@ -253,8 +253,11 @@ def pairs_of(row: dict[str, Any]) -> set[frozenset]:
 CANDIDATES = 4
 """Rows of which the one is taken that has most pairs for the first time."""
 
-TRIES = 60
+TRIES = 80
 """Rows that are begun with two values until one has the other factors, too."""
+
+STEPS = 40
+"""Values that a row tries in all, before it is given up."""
 
 
 def draws(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[dict[str, Any]]:
@@ -269,15 +272,28 @@ def _filled(
     row: dict[str, Any], factors: dict[str, tuple], chance: random.Random, unsuited: Unsuited, left: Any = ()
 ) -> dict[str, Any] | None:
     """A whole row, or None: the rest of the factors in random order, of each a value that goes with the
-    others, if possible one that meets them for the first time; beside pairs that are left, else the first."""
-    for name in chance.sample([name for name in factors if name not in row], len(factors) - len(row)):
+    others, if possible one that meets them for the first time; beside pairs that are left, else the first.
+    Where a factor has none, another value of the one before is taken."""
+    steps = iter(range(STEPS))
+
+    def fill(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
+        if not names:
+            return row
+        name, *rest = names
         suited = [value for value in factors[name] if not unsuited({**row, name: value})]
-        if not suited:
-            return None
         new = [sum(frozenset({(name, value), other}) in left for other in row.items()) for value in suited]
-        best = [value for value, number in zip(suited, new, strict=True) if number == max(new)]
-        row[name] = chance.choice(best) if max(new) or not left else best[0]
-    return {name: row[name] for name in factors}
+        if any(new) or not left:
+            new = [number + chance.random() / 2 for number in new]
+        for place in sorted(range(len(suited)), key=lambda place: -new[place]):
+            if next(steps, None) is None:
+                return None
+            if found := fill({**row, name: suited[place]}, rest):
+                return found
+        return None
+
+    rest = [name for name in factors if name not in row]
+    found = fill(row, chance.sample(rest, len(rest)))
+    return found and {name: found[name] for name in factors}
 
 
 def differences(case: Case, ranks: Ranks | None = None) -> list[str]:

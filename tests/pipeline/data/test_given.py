@@ -47,15 +47,6 @@ def test_one_data_set_trains_and_says_that_nothing_is_tested():
         samples.num_samples("test")
 
 
-def test_the_order_is_ours_whatever_the_loader_shuffles():
-    def order(samples: Samples, epoch: int) -> list[list[int]]:
-        batches = samples.batches("train", batch_size=5, epoch=epoch)
-        return [targets.tolist() for _, targets in batches]
-
-    for epoch in range(2):
-        assert order(given(table()), epoch) == order(given(DataLoader(table(), shuffle=True)), epoch)
-
-
 def test_of_a_loader_the_collate_fn_is_kept():
     def doubled(items: list[Any]) -> Any:
         inputs, targets = zip(*items, strict=True)

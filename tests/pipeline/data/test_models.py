@@ -94,13 +94,6 @@ def test_a_gpt_sees_the_past_only_and_knows_where_it_is() -> None:
     assert not torch.equal(alike[0, 0], alike[0, 1])
 
 
-def test_a_tied_head_is_the_token_table() -> None:
-    tied, untied = gpt(tied=True), gpt()
-    assert tied.head.weight is tied.token.weight
-    assert untied.head.weight is not untied.token.weight
-    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 7 * 16
-
-
 def test_dropout_works_in_train_mode_alone() -> None:
     attention = Attention(width=12, heads=3, dropout=0.5)
     for model, inputs in ((gpt(dropout=0.5), inputs_of(TEXT, 2)), (attention, torch.randn(1, 5, 12))):

@@ -247,12 +247,6 @@ def test_a_quarter_of_the_memory_gives_the_same_model_and_says_what_it_held(rank
             assert row["peak_bytes"] <= row["budget_bytes"] + 2 * MIB  # and frames between stages, of 1.2
 
 
-def test_without_a_disk_what_fits_nowhere_is_refused_with_the_least_that_does(capfd):
-    said = refusal(f"{BUDGETED} ranks=1 stages=2 memory.device=20% memory.disk=0", capfd)
-    assert "the smallest budget that does is memory=" in said
-    assert "disk" not in said
-
-
 def test_a_process_that_holds_more_than_its_budget_is_named_once():
     told = []
     see = tables.overrun(dataclasses.replace(PLAN, memory=100 * MIB), told.append)

@@ -64,26 +64,6 @@ def test_a_rank_that_is_killed_or_stopped_is_named_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "more", "told"),
-    [
-        ("2 forward 1 SIGSTOP", "ranks=3", r"rank 2 \(stage 2\) was stopped or hangs: .* within 15 s"),
-        (
-            "1 update 3 SIGSTOP",
-            "ranks=2 clip.norm=1",
-            r"rank 1 \(stage 1\) was stopped .*rank 0 lost the group of ranks in the report of a step "
-            r"\([\d,]+ bytes of each\) within 15 s: rank 1 did not answer",
-        ),
-        ("1 test 2 SIGSTOP", "ranks=2", r"rank 1 \(stage 1\) was stopped .* within 15 s"),
-    ],
-)
-def test_any_rank_at_any_place_is_named(fault, more, told, own, tmp_path, capfd):
-    own(fault)
-    assert train(f"{JOB} {more} {RUN} deadline=15") == 2
-    assert re.match(f"penstock: {told}", said := left(tmp_path, capfd.readouterr().err)), said
-
-
-@pytest.mark.slow
 def test_a_rank_that_is_stopped_before_the_ranks_meet_is_named(tmp_path):
     process = started(tmp_path, f"ranks=2 deadline=15 {RUN}")
     until = time.monotonic() + 60

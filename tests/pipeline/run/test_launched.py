@@ -12,7 +12,6 @@ import threading
 import time
 from pathlib import Path
 
-import faults
 import pytest
 import torch.distributed as dist
 from checkout import run
@@ -211,18 +210,6 @@ def test_a_refusal_ends_all_and_is_told_once(tmp_path, options, sentence):
     assert (codes, printed[1]) == ([command.REFUSED, command.REFUSED], ""), printed
     (said,) = printed[0].splitlines()
     assert sentence in said
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_all(tmp_path, monkeypatch):
-    Path("own.py").write_text(faults.OWN)
-    monkeypatch.setenv("FAULT", "1 forward 5 raise")
-    codes, printed = launched(tmp_path, *faults.JOB.split(), "stages=2")
-    assert codes == [command.REFUSED, command.REFUSED], printed
-    for text in printed:
-        assert "rank 1, stage 1, forward of micro-batch" in text
-        assert "ValueError: sky" in text
-        assert "Traceback" not in text
 
 
 @pytest.mark.slow

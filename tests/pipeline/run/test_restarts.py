@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import DEADLY, refusal, same_run, train, trained
+from commands import DEADLY, refusal, same_run, trained
 
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.distributed.failure import Lost
@@ -60,17 +60,6 @@ def test_a_killed_rank_is_started_again_and_the_bits_stay(job, victim, where, wh
 
 
 @pytest.mark.slow
-def test_the_last_loss_is_told_as_the_end(monkeypatch, capfd):
-    deadly(monkeypatch, deaths=2)
-    assert train(f"{KEPT} max_restarts=1") == 2
-    said = capfd.readouterr().err.splitlines()
-    assert sum("restart 1 of 1" in line for line in said) == 1
-    assert said[-1].startswith("penstock: rank 1 (stage 1) was killed by SIGKILL")
-    assert "restart" not in said[-1]
-    trained(f"{KEPT} resume=auto")
-
-
-@pytest.mark.slow
 def test_a_rank_that_dies_again_at_once_is_done_without(whole, monkeypatch, capfd):
     deadly(monkeypatch, deaths=2, after=1)
     trained(f"{KEPT} max_restarts=3 min_ranks=1 stages=2")
@@ -89,13 +78,6 @@ def test_a_lost_replica_is_done_without_and_the_bits_stay(whole, monkeypatch, ca
     plan = json.loads(Path("run/plan.json").read_text())
     assert [stage["ranks"] for stage in plan["stages"]] == [[0], [1]]
     assert same_run("run", whole)
-
-
-@pytest.mark.slow
-def test_a_rank_without_replicas_ends_the_run_by_name(monkeypatch, capfd):
-    deadly(monkeypatch, victim=0)
-    told = refusal(f"{KEPT} ranks=3 replicas.count=[1,2] replicas.shrink=true", capfd)
-    assert told.startswith("penstock: rank 0 (stage 0) was killed by SIGKILL")
 
 
 def test_a_rank_that_is_lost_again_later_keeps_its_place(capfd):

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import os
-import re
 import threading
 from itertools import islice
 from pathlib import Path
@@ -13,10 +12,9 @@ import pytest
 import torch
 from commands import OWN, SMALL, lines, losses, refusal, same_run, summary, trained
 from devices import Noting
-from faults import ended, started
 from omegaconf import OmegaConf
 from processes import ranks_in
-from reference import plain_loop, same_bits, same_tree
+from reference import plain_loop, same_tree
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.utils.data import default_collate
@@ -157,16 +155,6 @@ def test_versions_of_the_weights_are_asked_for_planned_and_kept_to(capfd):
     assert Plan.load("again/plan.json") == plan
 
 
-def test_a_schedule_of_ones_own_is_read_from_a_file(capfd):
-    Path("mine.txt").write_text("0F0 1F0 1B0 0F1 1F1 1B1 0B0 0B1 0F2 1F2 1B2 0B2\n\n")
-    trained(f"{ALONE} schedule=custom program=mine.txt hydra.run.dir=run")
-    assert Plan.load("run/plan.json").program == (Path("mine.txt").read_text().strip(),)
-    trained(f"{JOB} plan=run/plan.json hydra.run.dir=again")
-    for folder in ("run", "again"):
-        assert [line["loss"] for line in lines(folder)] == plain_run()[1]
-    assert "program=mine.txt" in refusal(f"{JOB} plan=run/plan.json program=mine.txt", capfd)
-
-
 def test_the_run_folder_holds_what_is_promised_and_the_timeline_every_instruction(capsys, monkeypatch):
     drawn, save = [], planning.save_step
 
@@ -197,21 +185,6 @@ def test_the_run_folder_holds_what_is_promised_and_the_timeline_every_instructio
     for stage in (0, 1):
         assert [ops.count((stage, op)) for op in "FBU"] == [3, 3, 1]
     assert title == "mlp, step 3: schedule=1f1b micro_batches=3 stages=2 ranks=1"
-
-
-@pytest.mark.slow
-def test_text_is_learned_by_the_transformer_until_its_epochs_are_over(capsys):
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 15)
-    trained(
-        "model=gpt model.width=16 model.layers=1 model.heads=2 model.tied=true model.dropout=0.1 data=text"
-        " data.path=text.txt data.length=16 batch_size=16 micro_batches=2 ranks=1 stages=2 epochs=2"
-        " optimizer=adamw optimizer.lr=0.01 hydra.run.dir=run"
-    )
-    weights = load_file("run/model.safetensors")
-    assert same_bits(weights["head.weight"], weights["token.weight"])
-    assert len(lines("run")) == 4  # 607 characters to train, 37 windows of 16: two whole batches an epoch
-    assert lines("run")[-1]["loss"] < lines("run")[0]["loss"]
-    assert capsys.readouterr().out.count("test accuracy") == 3  # after each epoch, and at the end
 
 
 OWN_JOB = (
@@ -275,20 +248,6 @@ def test_threads_train_to_the_bits_of_one_rank_and_go_on_with_others():
     (middle,) = Path("run/checkpoints").glob("*6")
     trained(f"{THREADED} ranks=2 replicas.count=2 replicas.exact=true resume={middle} hydra.run.dir=second")
     assert losses("second") == losses("whole")[6:]
-
-
-@pytest.mark.slow
-def test_an_error_in_a_thread_is_told_by_rank_and_place_and_leaves_its_traceback(tmp_path):
-    more = "ranks=2 replicas.threads=true hydra.run.dir=run"
-    code, out, error, seconds = ended(started(tmp_path, more, fault="0 update 5 raise"))
-    assert code == 2, out + error
-    found = re.fullmatch(
-        r"penstock: rank (\d), stage \1, update, step 2: ValueError: sky; its traceback is in (\S+)\n", error
-    )
-    assert found, error
-    assert Path(found[2]).name == f"rank{found[1]}.json"
-    assert "raise ValueError" in (tmp_path / found[2]).read_text()
-    assert seconds < 100
 
 
 @pytest.mark.ranks
@@ -419,15 +378,6 @@ def test_settings_are_made_as_asked_and_recorded(options, found, on_gpu):
     held = determinism.held(config)
     assert tuple(held[name] for name in names.split()) == found
     assert os.environ.get(determinism.WORKSPACE, "") == found[1]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("what", ["train", "plan"])
-def test_cuda_is_refused_where_there_is_none(what, capfd):
-    options = ONE_STEP if what == "train" else ONE_STEP.replace("max_steps=1 ", "")
-    said = refusal(f"{options} hydra.run.dir=cuda device=cuda", capfd, name=what)
-    assert "device=cuda needs a GPU, and torch" in said
-    assert not Path("cuda").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

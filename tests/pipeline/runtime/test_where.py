@@ -231,14 +231,6 @@ def test_memory_that_runs_out_is_told_in_one_sentence_with_what_helps(way):
     assert pipe.step(*batches[0]).loss != expected  # the weights have moved, and it goes on
 
 
-def test_sizes_differ_by_at_most_one_and_shares_are_python_floats():
-    parts = micro_batches((torch.arange(11.0),), torch.arange(11), 3, None)
-    assert [len(part.inputs[0]) for part in parts] == [4, 4, 3]
-    assert [part.share for part in parts] == [4 / 11, 4 / 11, 3 / 11]
-    assert torch.cat([part.inputs[0] for part in parts]).tolist() == list(range(11))
-    assert torch.cat([part.targets for part in parts]).tolist() == list(range(11))
-
-
 def test_micro_batches_lie_in_fresh_aligned_memory_as_the_batch_does():
     batch = torch.randn(10, 3, 7, 7)  # views of it are misaligned
     assert {x.data_ptr() % 64 for x in batch.tensor_split(3)} != {0}

@@ -8,7 +8,7 @@ from programs import PER_RANK, laid, most_in_flight, on_paper
 
 from penstock.compression.errors import PlanError, ScheduleError
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
-from penstock.pipeline.schedules.async_1f1b import StreamState, async_1f1b, between, stream
+from penstock.pipeline.schedules.async_1f1b import StreamState, between, stream
 from penstock.pipeline.schedules.building_blocks import placed, placement, stages_on
 from penstock.pipeline.schedules.custom import custom, show_programs
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program, show
@@ -283,12 +283,6 @@ def test_one_update_a_batch_waits_for_all_stages():
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1U 1B3 1F5 1B4 1B5 1U",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U 2F4 2B4 2F5 2B5 2U",
     ]
-
-
-@pytest.mark.parametrize("stages", [[[0]], [[0], [1], [2]], [[0, 1], [2, 3]]])
-def test_the_whole_is_the_schedule_of_that_name(stages):
-    now = fed(1 + stages[-1][-1], [7])
-    assert [between(own, now) for own in stages] == async_1f1b(stages, 7)
 
 
 @pytest.mark.parametrize("each", [True, False])

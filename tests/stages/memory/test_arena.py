@@ -12,10 +12,12 @@ import torch
 import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from penstock.pipeline.data.samples import Description
+from penstock.pipeline.models import gpt
 from penstock.stages.memory.arena import Arena, place
 
 Triple = tuple[int, int, int]
@@ -183,24 +185,6 @@ def test_a_buffer_comes_back_once() -> None:
 NETWORKS = ["resnet18", "resnet50", "vgg11_bn", "densenet121", "mobilenet_v3_small", "gpt"]
 
 
-class Gpt(nn.Module):
-    """A small transformer over tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
-        self.embed, self.layers = (
-            nn.Embedding(97, 64),
-            nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
-        )
-        self.head = nn.Linear(64, 97)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return (batch, length, 97) for int64 tokens (batch, length)."""
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        return self.head(self.layers(self.embed(tokens), mask=mask, is_causal=True))
-
-
 class Lifetimes(TorchDispatchMode):
     """Notes when each storage that is made inside came and went, in operations."""
 
@@ -237,7 +221,8 @@ def buffers_of(name: str) -> list[tuple[int, int, int]]:
     """The buffers of a forward and its backward of a network of torchvision, or of ``gpt``."""
     torch.manual_seed(0)
     if name == "gpt":
-        model, given = Gpt(), torch.randint(0, 97, (4, 32))
+        text = Description(input_shape=(32,), num_classes=97, vocabulary="".join(map(chr, range(97))))
+        model, given = gpt(text, width=64), torch.randint(0, 97, (4, 32))
     else:
         model, given = torchvision.models.get_model(name, weights=None), torch.randn(2, 3, 64, 64)
     gc.collect()

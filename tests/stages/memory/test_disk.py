@@ -19,10 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.compression.buffers import Frame, Pool, size_class
-from penstock.compression.errors import ConfigError, PlanError, StageError
+from penstock.compression.errors import ConfigError, StageError
 from penstock.stages.memory.disk import (
     UNIT,
-    Disk,
     DiskOptions,
     PageBuffers,
     SwapFile,
@@ -168,19 +167,6 @@ def test_many_threads_put_get_and_drop_at_a_time(opened):
         list(threads.map(work, range(4)))
     disk.drain()
     assert store.num_bytes <= 12 * 300_000
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "found"),
-    [
-        ({"path": "/nowhere/at/all"}, ConfigError, "/nowhere/at/all"),
-        ({"budget": "much"}, PlanError, "memory.disk=much"),
-        ({"budget": 0}, PlanError, "memory.disk=0"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, kind, found):
-    with pytest.raises(kind, match=found):
-        Disk(DiskOptions(**options))
 
 
 KIB = 1 << 10

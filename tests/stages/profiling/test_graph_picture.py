@@ -11,7 +11,7 @@ from torch import nn
 from zoo import build
 
 from penstock.stages.profiling.dependencies import dependencies
-from penstock.stages.profiling.graph_picture import MOST_BOXES, Arrow, Block, blocks, draw, drawing, figure
+from penstock.stages.profiling.graph_picture import MOST_BOXES, Arrow, blocks, draw, drawing, figure
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +95,6 @@ def told(found):
 )
 def test_literals(most, wanted):
     assert told(blocks(NAMES, MODULES, [0] * 8, most=most)) == wanted
-
-
-def test_a_stage_ends_a_block():
-    found = blocks(NAMES, MODULES, [0, 0, 1, 1, 1, 1, 1, 1], most=6)
-    assert told(found)[1:3] == [("n1", 0, 1, 2), ("layer1.0", 1, 2, 4)]
-    assert found[2] == Block(name="layer1.0", stage=1, start=2, end=4)
 
 
 @given(st.lists(st.text("ab.", max_size=5), min_size=1, max_size=30), st.integers(1, 10), st.integers(0, 3))
