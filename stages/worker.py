@@ -86,10 +86,14 @@ class Worker:
         if error is not None:
             raise error
 
-    def drain(self) -> None:
-        """Wait until nothing is queued or running, then ``check``."""
+    def wait(self) -> None:
+        """Wait until nothing is queued or running."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._urgent or self._tasks or self._num_busy))
+
+    def drain(self) -> None:
+        """Wait until nothing is queued or running, then ``check``."""
+        self.wait()
         self.check()
 
     def close(self) -> None:
@@ -105,6 +109,11 @@ class Worker:
     def has_room(self) -> bool:
         """Return whether a task can be queued without a wait."""
         return len(self._tasks) < self._depth
+
+    @property
+    def num_urgent(self) -> int:
+        """Tasks of ``submit_first`` that wait."""
+        return len(self._urgent)
 
     @property
     def failed(self) -> bool:

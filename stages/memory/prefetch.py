@@ -1,9 +1,9 @@
 """The memory thread of a rank: what a forward saved leaves by layer, and is back before its layer's backward.
 
-The training thread says which layer is done, by position in the program of the step; this thread, which
-shares a queue under a mutex and a condition variable with it, writes out what is not read within
-``writeout_layers`` and brings back what is read within ``prefetch_layers``. It only decides: packing and the
-store have threads of their own.
+The training thread queues every layer that it comes to, under a mutex, and signals; this thread takes them
+in turn, and where there is reason to, it writes out what is not read within ``writeout_layers`` and brings
+back what is read within ``prefetch_layers``. Of a burst of layers it decides at the last one. It only
+decides: packing and the store have threads of their own.
 
     training thread -> memory thread -> packing thread -> I/O thread -> store
                                      -> reading thread <--------------- store
@@ -16,6 +16,7 @@ room for one more and something is on its way out.
 from __future__ import annotations
 
 import bisect
+import functools
 import threading
 import time
 import weakref
@@ -186,7 +187,16 @@ class SavedRun:
             wire.frame.release()
 
 
-WAKES = 4 << 20  # bytes that a forward saves until the thread looks again
+class Reached(NamedTuple):
+    """A layer of ``stage`` to which a pass has come, which began at ``start``: those before it are done."""
+
+    stage: int
+    layer: int
+    reads: bool
+    start: int
+
+
+WAKES = 4 << 20  # bytes that a forward saves until the thread decides again
 BEHIND = 64 << 20  # bytes that may wait to be packed until the training thread waits too
 SOON = 1  # layers: what is read within so many comes whether it has room or not
 Candidate = tuple[int, SavedRun, SavedStorage, int]
@@ -214,22 +224,25 @@ class MemoryThread:
         self._settled = threading.Condition()
         self._runs: dict[tuple[int, int], SavedRun] = {}
         self._timeline = Timeline()
-        self._start = self._now = self._behind = 0
+        self._step = self._start = self._now = self._behind = 0
         self._saved = self._seen = 0  # bytes that forwards saved, and those of them that the thread has seen
         self._largest = 0  # bytes of what was saved so far
-        self._asked = self._looks = False  # whether the thread will look again; whether it does now
+        self._due = False  # one of the layers that the thread took is reason to decide
 
     def begin(self, program: Sequence[Pass]) -> None:
         """A step begins that runs ``program``."""
         if tuple(program) != self._timeline.program:  # most steps run that of the one before
             self._timeline = Timeline(program, self._num_layers)
+        self._step += 1
         self._start = self._now = 0
 
     def at(self, number: int) -> None:
         """Pass ``number`` of the program begins."""
-        self._start = self._now = self._timeline.start(number)
+        self._start = self._timeline.start(number)
         if self._runs:
-            self._wake()
+            stage, _, reads = self._timeline.program[number]
+            layer = max(0, self._num_layers.get(stage, 0) - 1) if reads else 0
+            self._queue(Reached(stage, layer, reads, self._start), decide=True)
 
     def add(self, run: SavedRun) -> None:
         """A forward begins."""
@@ -247,24 +260,16 @@ class MemoryThread:
 
     def layer_begins(self, run: SavedRun, layer: int) -> None:
         """The forward of ``run`` has come to its layer number ``layer``."""
-        self._now = self._timeline.position(self._start, run.stage, layer, reads=False)
-        if self._is_full():
-            self._wait_for_room()
-        elif self._saved - self._seen >= WAKES:
-            self._wake()
+        self._come_to(run, layer, reads=False)
 
     def reads(self, run: SavedRun, layer: int) -> None:
         """The backward of ``run`` has come to what its layer number ``layer`` saved."""
         run.reading = layer
-        self._now = self._timeline.position(self._start, run.stage, layer, reads=True)
-        if self._is_full():
-            self._wait_for_room()
-        elif run.left:
-            self._wake()
+        self._come_to(run, layer, reads=True)
 
     def closed(self) -> None:
         """A forward is over; waits while more waits to be packed than memory should hold."""
-        self._wake()
+        self._queue(None, decide=True)
         if self._waiting() > BEHIND:
             with self._settled:
                 self._settled.wait_for(lambda: self._waiting() <= BEHIND or self._worker.failed)
@@ -275,14 +280,21 @@ class MemoryThread:
 
     def drain(self) -> None:
         """Wait until what may leave has left, and what was asked for is back."""
+        self._queue(None, decide=True)
+        self._worker.wait()
         with self._settled:
-            self._wake()
-            self._settled.wait_for(lambda: not (self._asked or self._behind) or self._worker.failed)
+            self._settled.wait_for(lambda: not self._behind or self._worker.failed)
         self._worker.drain()
 
     def close(self) -> None:
         """End the thread."""
         self._worker.close()
+
+    def _come_to(self, run: SavedRun, layer: int, *, reads: bool) -> None:
+        """Queue the layer; wait while the device is full."""
+        self._queue(Reached(run.stage, layer, reads, self._start), decide=reads and bool(run.left))
+        if self._is_full():
+            self._wait_for_room()
 
     def _is_full(self) -> bool:
         """Return whether the device may have no room for what the next layer saves or reads."""
@@ -292,9 +304,8 @@ class MemoryThread:
         """Wait while the device is full, and some of it is on its way out."""
         began, leaving = time.perf_counter(), self.tiers.leaving
         while self._is_full():
-            self._wake()
-            with self._settled:
-                self._settled.wait_for(lambda: not (self._asked or self._looks) or self._worker.failed)
+            self._queue(None, decide=True)
+            self._worker.wait()
             before = leaving.now
             if not before or self._worker.failed:
                 break
@@ -305,31 +316,38 @@ class MemoryThread:
         """Bytes that found no room to be packed, or that nobody has looked at."""
         return self._behind + self._saved - self._seen
 
-    def _wake(self) -> None:
-        if not self._asked:
-            self._asked = True
-            try:
-                self._worker.submit_first(self._look)
-            except BaseException:
-                self._asked = False
-                raise
+    def _queue(self, layer: Reached | None, *, decide: bool) -> None:
+        """Give the thread a layer, or None to have it look where it is; ``decide``: a reason to do so."""
+        self._worker.submit_first(functools.partial(self._take, layer, self._step, decide))
 
     def _packed(self) -> None:
         if self._behind:  # another storage may leave
-            self._wake()
+            self._queue(None, decide=True)
 
-    def _look(self) -> None:
-        self._looks, self._asked = True, False
+    def _take(self, layer: Reached | None, step: int, decide: bool) -> None:
+        """Take a layer from the queue; at the last one of a burst decide, where one of them is a reason."""
+        if layer is not None and step == self._step:
+            stage, number, reads, start = layer
+            self._now = self._timeline.position(start, stage, number, reads=reads)
+        self._due = self._due or decide or self._saved - self._seen >= WAKES
+        if self._due and not self._worker.num_urgent:
+            self._due = False
+            self._decide()
+
+    def _decide(self) -> None:
         now, timeline, behind, saved = self._now, self._timeline, 0, self._saved
         try:
             behind = self._leave(timeline, now)
             self._bring(timeline, now)
+        except BaseException:
+            behind = 0  # nobody waits for what will not leave
+            raise
         finally:
             with self._settled:  # whoever waits looks for an error
-                self._behind, self._seen, self._looks = behind, saved, False
+                self._behind, self._seen = behind, saved
                 self._settled.notify_all()
         if behind and any(run.packer.packing.has_room for run in list(self._runs.values())):
-            self._wake()  # room came while this looked, and whoever made it saw nobody behind
+            self._queue(None, decide=True)  # room came meanwhile, and whoever made it saw nobody behind
 
     def _leave(self, timeline: Timeline, now: int) -> int:
         """Let leave what is far from being read; returns the bytes of what found no room in the queue."""

@@ -108,6 +108,41 @@ def test_a_backward_brings_back_so_many_layers_ahead(near, made):
     assert saved.counts.exposed_seconds == 0  # all of it was there in time
 
 
+def test_each_layer_is_queued_and_taken_in_turn_and_a_burst_is_decided_once(made):
+    net = deep()
+    saved, thread = made(net)
+    worker, queued, taken, decided = thread._worker, [], [], []
+    queue, take, decide = thread._queue, thread._take, thread._decide
+
+    def queues(layer, **how):
+        assert not worker._changed._is_owned()  # the lock is given back between two layers
+        queued.append(layer)
+        queue(layer, **how)
+
+    vars(thread)["_queue"] = queues
+    vars(thread)["_take"] = lambda layer, *how: (taken.append(layer), take(layer, *how))
+    vars(thread)["_decide"] = lambda: (decided.append(len(taken)), decide())
+    gate = busy(worker)
+    out = forward(net, saved, input_of())
+    layers = [layer.layer for layer in queued if layer is not None]
+    assert layers == [*range(DEPTH)]
+    assert worker.num_urgent == len(queued)
+    assert taken == decided == []  # the thread is at something else
+    gate.set()
+    saved.wait()
+    assert taken == queued
+    assert decided[0] >= len(layers)  # the burst, and only then
+    thread.at(1)
+    out.sum().backward()
+    saved.wait()
+    assert taken == queued
+    assert {layer.layer for layer in taken[len(layers) :] if layer} >= {*range(1, DEPTH)}
+    settle()  # nothing is queued, so the thread waits, and ends
+    thread.at(1)
+    saved.wait()
+    assert taken == queued
+
+
 def test_frames_are_forgotten_while_the_backward_runs(made):
     net, store = deep(), AwayStore()
     saved, thread = made(net, store=store)
