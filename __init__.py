@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from .compression.errors import TransportError as TransportError
     from .compression.frame import header_bytes as header_bytes
     from .pipeline.checkpoint import load as load
+    from .pipeline.checkpoint import newest as newest
     from .pipeline.checkpoint import save as save
     from .pipeline.data.cached import cached as cached
+    from .pipeline.data.epochs import Loader as Loader
     from .pipeline.distributed.launcher import init as init
     from .pipeline.distributed.threads import in_threads as in_threads
     from .pipeline.integrations.data_parallel import FsdpAllGather as FsdpAllGather
@@ -83,6 +85,8 @@ _HOMES = {
     "Pipeline": "pipeline.pipeline",
     "save": "pipeline.checkpoint",
     "load": "pipeline.checkpoint",
+    "newest": "pipeline.checkpoint",
+    "Loader": "pipeline.data.epochs",
     "Report": "pipeline.runtime.report",
     "init": "pipeline.distributed.launcher",
     "in_threads": "pipeline.distributed.threads",

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -18,10 +18,26 @@ from ..compression.errors import ConfigError
 
 OURS = "penstock."
 OF_THE_RUN = {
-    "data": ("drop_last", "workers", "skip_broken", "local"),
-    "model": ("leaves", "load_weights", "init_weights"),
+    "data": {
+        "drop_last": "leave out the last batch of an epoch where it is smaller",
+        "workers": "processes that load samples ahead; auto: as many as there are spare cores",
+        "skip_broken": "leave out samples that cannot be read, and count them",
+        "local": "folder of this machine to which the data are copied once, and read from",
+    },
+    "model": {
+        "leaves": "classes, modules or functions that are one layer each",
+        "load_weights": "safetensors file of the first values; the model is made without memory",
+        "init_weights": "function of (name, tensor) that gives first values; the same",
+    },
 }
-"""Options of a group that are for the run, not for its target."""
+"""Options of a group that are for the run, not for its target, and what they mean."""
+
+OF_TORCH = {
+    "optimizer": "torch.optim",
+    "scheduler": "torch.optim.lr_scheduler",
+    "loss": "torch.nn.functional",
+}
+"""Modules whose callables are chosen by their names alone, in any case: ``optimizer=adam``."""
 
 
 def groups() -> list[str]:
@@ -39,14 +55,18 @@ def choices(group: str) -> list[str]:
 
 
 @functools.cache
+def files(group: str) -> Mapping[str, Mapping[str, Any]]:
+    """The options of each file of the group by its name, with their defaults and ``_target_``."""
+    texts = {name: (_root() / group / f"{name}.yaml").read_text(encoding="utf-8") for name in choices(group)}
+    return {name: cast("Any", OmegaConf.to_container(OmegaConf.create(text))) for name, text in texts.items()}
+
+
 def listed(group: str) -> Mapping[str, Mapping[str, Any]]:
     """The options of each target that a file of the group names, with their defaults."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in choices(group):
-        text = (_root() / group / f"{name}.yaml").read_text(encoding="utf-8")
-        options: Any = OmegaConf.to_container(OmegaConf.create(text))
-        found[options.pop("_target_", "")] = options
-    return found
+    return {
+        options.get("_target_", ""): {key: value for key, value in options.items() if key != "_target_"}
+        for options in files(group).values()
+    }
 
 
 def check(group: str, options: Mapping[str, Any], *, name: str | None = None) -> None:

@@ -131,17 +131,38 @@ class CheckpointConfig:
         every: steps from one checkpoint to the next; null: none by steps
         minutes: minutes from one checkpoint to the next; null: none by time
         keep: how many of the newest stay
+        best: also one after the best test, by its loss or its accuracy: checkpoints/best; null: none
     """
 
     every: int | None = None
     minutes: float | None = None
     keep: int = 3
+    best: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
             at_least(1, f"checkpoint.{name}", getattr(self, name))
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"checkpoint.minutes={self.minutes} must be above 0; leave it out for none")
+        if self.best is not None:
+            one_of(("loss", "accuracy"), "checkpoint.best", self.best)
+
+
+@dataclass
+class EvalConfig:
+    """When a run tests, beside the end of each epoch.
+
+    Attributes:
+        every: steps from one test to the next; null: only at the end of an epoch
+        patience: tests in a row without a better checkpoint.best= (else loss) that end the run; null: never
+    """
+
+    every: int | None = None
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "patience"):
+            at_least(1, f"eval.{name}", getattr(self, name))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from .parts import (
     CacheConfig,
     CheckpointConfig,
     ClipConfig,
+    EvalConfig,
     MemoryConfig,
     ReplicasConfig,
     at_least,
@@ -41,7 +42,7 @@ class PlanConfig:
         model: the network; model._target_=my.Net for your own
         data: the samples; data._target_=my.data for your own Dataset, DataLoader or a (train, test) pair
         loss: what training lowers: cross_entropy; model, which returns it; loss._target_=my.loss for your own
-        optimizer: what updates the weights; any torch optimizer by optimizer._target_=
+        optimizer: what updates the weights
         ranks: processes, of all machines together; 1 runs all stages in one process
         stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
@@ -135,6 +136,7 @@ class TrainConfig(PlanConfig):
         autocast: float that forwards and losses are cast to: bfloat16 or float16; null: no cast
         loss_scale: factor of the loss, for float16: a number, or dynamic (a GradScaler); null: none
         detect_anomaly: stop where an output, a gradient or the loss is first NaN, and name its layer
+        nan: what a loss that is no number does: stop, with exit code 3; warn
         epochs: how often every training sample is seen
         max_steps: stop after this many steps; null: no limit
         deadline: seconds that any wait between ranks may take before the run ends
@@ -142,6 +144,7 @@ class TrainConfig(PlanConfig):
         min_ranks: fewest ranks to go on with where one is lost again at once; null: all
         cache: a cache of samples that the training jobs of this machine share: cache=shared; none
         checkpoint: when the run writes one, and how many it keeps
+        eval: when the run tests, and whether tests end it
         resume: go on from a checkpoint: auto, of the same hydra.run.dir; or the folder of a run or checkpoint
         logger: who else is told of the steps: csv, tensorboard, wandb, or several: logger=[csv,wandb]
         traceback: print the traceback of what failed, which is else in errors/ of the run folder only
@@ -155,6 +158,7 @@ class TrainConfig(PlanConfig):
     autocast: str | None = None
     loss_scale: Any = None
     detect_anomaly: bool = False
+    nan: str = "stop"
     epochs: int = 4
     max_steps: int | None = None
     deadline: float = 60.0
@@ -162,6 +166,7 @@ class TrainConfig(PlanConfig):
     min_ranks: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     resume: str | None = None
     logger: Any = None
     traceback: bool = False
@@ -183,6 +188,12 @@ class TrainConfig(PlanConfig):
                 "a checkpoint drains what is in flight without a flush, so its step decides bits, and "
                 f"checkpoint.minutes={self.checkpoint.minutes} hangs on the clock; give checkpoint.every="
             )
+        if self.streams and self.checkpoint.best is not None:
+            raise ConfigError(
+                "a checkpoint drains what is in flight without a flush, so its step decides bits, and "
+                f"checkpoint.best={self.checkpoint.best} depends on a test; give checkpoint.every="
+            )
+        one_of(("stop", "warn"), "nan", self.nan)
         for name in self.loggers:
             one_of(LOGGERS, "logger", name)
         self._check_update()

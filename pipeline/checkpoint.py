@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import secrets
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..compression.errors import CheckpointError, Disagreement, PenstockError, PlanError
+from ..compression.errors import CheckpointError, ConfigError, Disagreement, PenstockError, PlanError
 from ..stages.device import is_gpu
 from ..stages.files import open_regular, reason, refusing, save_json, sync
 from ..stages.memory.evictable_tensor import EvictableTensor
 from ..stages.safetensors_io import Receipt, TensorFile, checksum, write_tensors
+from .data.options import check_count
 from .optimizer.update import Update
 from .pipeline import Pipeline
 from .runtime.state import State, chosen, put_together
@@ -186,20 +188,58 @@ def _checksum(index: Mapping[str, Any]) -> str:
     return checksum(json.dumps(index, sort_keys=True).encode())
 
 
-def save(pipe: Pipeline, folder: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
+def save(
+    pipe: Pipeline,
+    folder: str | Path,
+    *,
+    notes: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> None:
     """Write a checkpoint of ``pipe`` into ``folder``, in the place of one that is there; collective.
 
     What is in flight is finished first. Every rank writes its part, into one folder that all of them see: on
     several machines a shared one. Until the last byte is there the former checkpoint stays.
 
     Args:    notes: what ``load`` shall return, as far as JSON can say it: an epoch, a place in the data.
+             keep: write it into ``folder/step_00000012`` instead, where only so many of the newest stay;
+             those of later steps are of another past, and go, too. ``newest(folder)`` finds the last one.
     Raises:  ConfigError: the file system refuses. PlanError: another rank failed."""
+    if keep is not None:
+        check_count(keep=keep)
+    root = Path(folder)
     with pipe.interrupts.alone():
-        saving = Saving(pipe, Path(folder), notes=notes or {})
+        path = root if keep is None else root / f"step_{pipe.num_steps:08}"
+        saving = Saving(pipe, path, notes=notes or {})
         saving.write()
         saving.agree()
         saving.seal()
         saving.finish()
+        if keep is not None and pipe.rank == 0:
+            stays = [one for one in _whole(root) if one.name <= path.name][:keep]
+            for old in {*root.glob("step_*")} - {*stays}:
+                with contextlib.suppress(ConfigError):  # what cannot be removed is left for the next one
+                    remove(old)
+
+
+def newest(folder: str | Path) -> Path | None:
+    """Return the last checkpoint that ``save(..., keep=)`` wrote into ``folder``; None if there is none."""
+    return next(iter(_whole(Path(folder))), None)
+
+
+def _whole(root: Path) -> list[Path]:
+    """Return the checkpoints that have their index, that of the last step first."""
+    return sorted((path for path in root.glob("step_*") if (path / INDEX).exists()), reverse=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint.
+
+    Raises:
+        ConfigError: The file system refuses.
+    """
+    with refusing(folder):
+        (folder / INDEX).unlink(missing_ok=True)  # first: half of one is none
+        shutil.rmtree(folder)
 
 
 def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:

@@ -197,7 +197,7 @@ def _of_torchvision(name: str, describe: Description, *, typed: str) -> nn.Modul
         close = get_close_matches(str(name), known, n=5, cutoff=0.5) or ["resnet18", "vgg11_bn"]
         raise ConfigError(
             f"{typed} is not one of torchvision's {len(known)} classification networks; close ones are "
-            f"{', '.join(close)}"
+            f"{', '.join(close)}; others are model=gpt, layers, mlp and own"
         )
     # Their extra heads would make the output a tuple.
     extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}

@@ -62,7 +62,7 @@ from .runtime.arguments import (
     scheduler_of,
 )
 from .runtime.auto_codec import policy_named
-from .runtime.batches import Criterion, joined, micro_batches, total_loss
+from .runtime.batches import Criterion, joined, micro_batches, tokens_of, total_loss
 from .runtime.device_frames import frames_of
 from .runtime.device_placement import (
     Given,
@@ -444,7 +444,9 @@ class Pipeline:
             step = self.feed.feed(batches, step=self.num_steps, extra=self.policy.extra)
         samples = sum(call.samples_of(batch.inputs) for batch in batches)
         with self.whole():
-            report = self._run(step, num_samples=samples, began=began, outputs=outputs)
+            report = self._run(
+                step, num_samples=samples, num_tokens=tokens_of(batches), began=began, outputs=outputs
+            )
             others = functools.partial(self.feed.messages, step)
             self.policy.end(others, self.meter.spans, report.seconds)
             self.num_steps += 1
@@ -641,7 +643,9 @@ class Pipeline:
             failures.over = before
             raise
 
-    def _run(self, step: Step, *, num_samples: int, began: float, outputs: bool) -> Report:
+    def _run(
+        self, step: Step, *, num_samples: int, began: float, outputs: bool, num_tokens: int | None = None
+    ) -> Report:
         """Run a step, or the drain of a stream; put together the loss and the reports of the stages."""
         engine, rate, self.update.norm = self.engine, self.update.learning_rate, None
         try:
@@ -663,6 +667,7 @@ class Pipeline:
             step=self.num_steps,
             seconds=time.perf_counter() - began,
             num_samples=num_samples,
+            num_tokens=num_tokens,
             outputs=joined(list(engine.outputs.values())),
             learning_rate=rate,
             gradient_norm=None if self.update.norm is None else float(self.update.norm),

@@ -45,7 +45,7 @@ from .command_line import names, nearest, parse, unknown_option
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
-Task = Callable[[Any, RunFolder, Sequence[str]], None]
+Task = Callable[[Any, RunFolder, Sequence[str]], int | None]
 Check = Callable[[Any, Sequence[str]], object]
 
 
@@ -59,7 +59,8 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
             with --multirun for every run before the first begins.
 
     Returns:
-        The exit code; with --multirun a run that fails does not keep the others from running.
+        The exit code, 0 unless the task returns another. With --multirun a run that fails does not keep the
+        others from running.
 
     Raises:
         ConfigError: An option is unknown or does not fit.
@@ -70,7 +71,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
         job = HydraConfig.get()
         folder = RunFolder(path=Path(job.runtime.output_dir))
         try:
-            task(options, folder, list(job.overrides.task))
+            codes.append(task(options, folder, list(job.overrides.task)) or 0)
         except KeyboardInterrupt as stop:
             stop.add_note(stopping.kept(folder, command=shlex.join(["penstock", name, *arguments])))
             raise
@@ -108,7 +109,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
         callbacks.on_run_end(config=config, config_name=typed.config_name, job_return=job)
         if job.status == JobStatus.FAILED:
             raise job._return_value
-    return 0
+    return max(codes)
 
 
 def options(

@@ -28,6 +28,7 @@ serve keeps samples in memory for all training jobs of this user that run with c
   policy=next_use         which samples stay: next_use, gain or lru
   page=16KiB              a sample takes whole pages of this size; smaller ones suit small samples
   keep=0                  how long samples stay when no job reads them any more, like 10min (next_use, lru)
+  warm_up=beside          first epochs of jobs: beside each other, or alone, in turn, for measurements (gain)
   last_gain=1             slots that the job with the longest epoch takes at once (gain); 0: a neighbour's
 
 status shows the jobs: progress, hit rate, memory, predicted end.
@@ -62,14 +63,16 @@ def serve(options: Mapping[str, str]) -> int:
 
     Raises: ConfigError: there is not the memory, or a broker listens there."""
     capacity, page = parse_bytes(options["capacity"], name="capacity"), _page(options["page"])
-    path = _socket(options)
+    path, warm_up = _socket(options), options["warm_up"]
+    if warm_up not in ("beside", "alone"):
+        raise ConfigError(f"warm_up={warm_up} does not fit: warm_up takes beside or alone")
     from ..pipeline.data.cache.broker import serving
     from ..pipeline.data.cache.policies import policy as new_policy
     from ..pipeline.run import console
 
     settings = {"keep": _keep(options["keep"]), "last_gain": _last_gain(options["last_gain"])}
     policy = new_policy(options["policy"], capacity, **settings)
-    with serving(path, policy, page_bytes=page, tell=console.warn):
+    with serving(path, policy, page_bytes=page, tell=console.warn, alone=warm_up == "alone"):
         print(
             f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",
             flush=True,
@@ -163,6 +166,7 @@ COMMANDS: dict[str, tuple[dict[str, str], Callable[[Mapping[str, str]], int]]] =
             "policy": "next_use",
             "page": str(PAGE_BYTES),
             "keep": "0",
+            "warm_up": "beside",
             "last_gain": "1",
             **SOCKET,
         },

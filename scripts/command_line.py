@@ -12,18 +12,50 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from ..compression.errors import ConfigError
 from ..conf import groups
 
 RENAMED = {"guard": "detect_anomaly"}  # options by their old names
-NOT_TYPED = ("_target_", "versions", "hydra")  # what is not offered
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "model": ("model", "loss"),
+    "data": ("data", "batch_size", "cache"),
+    "training": (
+        "optimizer", "scheduler", "clip", "autocast", "loss_scale", "epochs", "max_steps", "eval", "nan",
+        "detect_anomaly", "seed", "deterministic",
+    ),
+    "pipeline": (
+        "ranks", "stages", "cuts", "schedule", "program", "micro_batches", "extra_in_flight", "weights",
+        "prediction", "weights_first", "recompute", "link", "plan", "graph",
+    ),
+    "compression": ("codec",),
+    "memory": ("memory",),
+    "replicas": ("replicas",),
+    "run": (),  # all others
+}  # fmt: skip
+"""Sections of the help, and the options in them."""
+
+NOT_TYPED = ("_target_", "versions", "settings", "hydra")  # what is not offered
 FOOT = """\
-hydra.run.dir=PATH        where the run is kept; default: runs/<date>_<time>-<process>
---multirun KEY=A,B        one run for each value
---cfg job                 print the whole configuration and stop
---hydra-help              everything else that Hydra offers"""
+Hydra:
+  hydra.run.dir=PATH        where the run is kept; default: runs/<date>_<time>-<process>
+  --multirun KEY=A,B        one run for each value
+  --cfg job                 print the whole configuration and stop
+  --hydra-help              everything else that Hydra offers"""
+EXAMPLES = {
+    "train": """\
+Examples:
+  penstock train model=gpt data=text ranks=3 micro_batches=16
+  penstock train model=resnet50 optimizer=adam optimizer.lr=1e-3 data=image_folder data.root=PATH
+  penstock train model._target_=my.Net data._target_=my.data loss._target_=my.loss
+  penstock train checkpoint.every=100 hydra.run.dir=runs/mine resume=auto""",
+    "plan": """\
+Examples:
+  penstock plan model=resnet50 ranks=4 link=1Gbit memory.device=2GiB
+  penstock plan model=gpt data=text ranks=3 schedule=all""",
+}
 
 
 def parse(command: str, arguments: Sequence[str], schema: type[Any]) -> argparse.Namespace:
@@ -52,7 +84,9 @@ def parse(command: str, arguments: Sequence[str], schema: type[Any]) -> argparse
     for word, value in pairwise(typed.overrides):
         if "=" not in word and "=" not in value and (name := nearest(word, known)):
             raise ConfigError(f"{word} {value} are two words; options are one: {name}={value}")
-    typed.overrides, typed.config_name = with_own_groups(typed.overrides), typed.config_name or command
+    folders = [folder for folder in (typed.config_dir, typed.config_path) if folder]
+    typed.overrides = with_own_groups(with_named_targets(typed.overrides, folders))
+    typed.config_name = typed.config_name or command
     return typed
 
 
@@ -65,6 +99,32 @@ def _unknown_flag(command: str, flag: str, value: str, known: Sequence[str]) -> 
     flags = ("--help", "--multirun", "--cfg", "--config-dir", "--config-name")
     close = difflib.get_close_matches(flag, flags, n=1, cutoff=0.7)
     return f"there is no flag {flag}; {f'did you mean {close[0]}?' if close else example}"
+
+
+def with_named_targets(arguments: Iterable[str], folders: Sequence[str] = ()) -> list[str]:
+    """Return the options so that ``optimizer=adam`` is torch's Adam and ``model=resnet50`` is torchvision's.
+
+    Args:
+        folders: Configurations of one's own; a file of theirs goes before a name of torch.
+    """
+    return [option for argument in arguments for option in _with_target(argument, folders)]
+
+
+def _with_target(argument: str, folders: Sequence[str]) -> list[str]:
+    group, _, typed = argument.partition("=")
+    module = groups.OF_TORCH.get(group)
+    if not typed or not (module or group == "model"):
+        return [argument]
+    files = {file.stem for folder in folders for file in Path(folder, group).glob("*.yaml")}
+    files |= {*groups.choices(group), "null"}
+    if typed in files or typed.lower() in files:
+        return [argument if typed in files else f"{group}={typed.lower()}"]
+    names = typed.split(",")  # several are for --multirun
+    if not all(re.fullmatch(r"[A-Za-z]\w*", name) and name not in files for name in names):
+        return [argument]
+    if group == "model":
+        return ["model=torchvision", f"model.name={typed}"]
+    return [f"{group}._target_={','.join(f'{module}.{name.lower()}' for name in names)}"]
 
 
 def with_own_groups(arguments: Sequence[str]) -> list[str]:
@@ -129,10 +189,16 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 def help_text(command: str, schema: type[Any]) -> str:
     """Help of a command whose options are the dataclass ``schema``: from its docstrings and the groups."""
     wrap = textwrap.TextWrapper(
-        118, subsequent_indent=26 * " ", break_long_words=False, break_on_hyphens=False
+        118, subsequent_indent=28 * " ", break_long_words=False, break_on_hyphens=False
     )
-    lines = [wrap.fill(f"{head:<25} {meaning}") for head, meaning in _options(schema)]
-    return "\n".join([f"penstock {command} [KEY=VALUE ...]", "", *lines, "", FOOT])
+    parts = [f"penstock {command} [KEY=VALUE ...]"]
+    left = {one.name: getattr(schema(), one.name) for one in dataclasses.fields(schema)}
+    meaning = meanings(schema)
+    for section, fields in SECTIONS.items():
+        names = [name for name in fields or list(left) if name in left]
+        rows = [row for name in names for row in _rows(name, left.pop(name), meaning[name])]
+        parts.append("\n".join([f"{section.capitalize()}:", *(wrap.fill(f"  {a:<25} {b}") for a, b in rows)]))
+    return "\n\n".join([*parts, FOOT, EXAMPLES[command]])
 
 
 def meanings(schema: type[Any]) -> dict[str, str]:
@@ -140,17 +206,32 @@ def meanings(schema: type[Any]) -> dict[str, str]:
     lines: dict[str, str] = {}
     for one in reversed(schema.__mro__):
         attributes = (one.__doc__ or "").partition("Attributes:\n")[2]
-        lines |= dict(re.findall(r"^ +(\w+): (.+)$", attributes, flags=re.MULTILINE))
+        found = re.findall(r"^ {8}(\w+): (.+(?:\n {9,}\S.*)*)", attributes, flags=re.MULTILINE)
+        lines |= {name: " ".join(text.split()) for name, text in found}
     return lines
 
 
-def _options(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    meaning = meanings(schema)
-    for field, default in ((field, getattr(schema(), field.name)) for field in dataclasses.fields(schema)):
-        if dataclasses.is_dataclass(default):
-            yield from _options(type(default), f"{prefix}{field.name}.")
-        elif choices := groups.choices(field.name):
-            yield f"{field.name}=NAME", f"{meaning[field.name]} (NAME: {', '.join(choices)})"
-        elif not isinstance(default, dict):
-            value = default if isinstance(default, str) else json.dumps(default)
-            yield f"{prefix}{field.name}={value}", meaning[field.name]
+def _rows(name: str, default: Any, meaning: str) -> Iterator[tuple[str, str]]:
+    """Yield each option that ``name`` stands for, and its meaning."""
+    if dataclasses.is_dataclass(default):
+        found = meanings(type(default))
+        for one in dataclasses.fields(default):
+            yield from _rows(f"{name}.{one.name}", getattr(default, one.name), found[one.name])
+    elif files := groups.files(name):
+        place = {"model": "torchvision.models", **groups.OF_TORCH}.get(name)
+        yield f"{name}=NAME", meaning + (f"; or a name of {place}" if place else "")
+        common = groups.OF_THE_RUN.get(name, {})
+        for choice, options in files.items():
+            own = {key: value for key, value in options.items() if key not in {"_target_", *common}}
+            yield f"  {name}={choice}", " ".join(f"{name}.{key}={_shown(own[key])}" for key in own)
+        options = next(iter(files.values()))
+        yield from ((f"{name}.{key}={_shown(options[key])}", text) for key, text in common.items())
+    elif not isinstance(default, dict):
+        yield f"{name}={_shown(default)}", meaning
+
+
+def _shown(value: Any) -> str:
+    """Return a default as it is typed."""
+    if isinstance(value, str):
+        return "VALUE" if value == "???" else value
+    return json.dumps(value, separators=(",", ":"))

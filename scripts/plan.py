@@ -37,8 +37,9 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
     samples = prepare(config)
     for note in samples.notes:
         console.warn(note)
-    found = recorded_without_memory(config, samples) or record(config, samples)
-    profile = found.measure()
+    with console.planning():
+        found = recorded_without_memory(config, samples) or record(config, samples)
+        profile = found.measure()
     if everything:
         made = compare_schedules(config, profile, folder)
     else:

@@ -94,7 +94,7 @@ def _with_ranks(arguments: Sequence[str], ranks: int) -> list[str]:
     return [*arguments[:first], f"ranks={ranks}", *arguments[first:]]
 
 
-def _train(config: TrainConfig, folder: RunFolder, typed: Sequence[str], **how: Any) -> None:
+def _train(config: TrainConfig, folder: RunFolder, typed: Sequence[str], **how: Any) -> int:
     from ..pipeline.run.train import train  # brings torch, which a refusal does not wait for
 
-    train(config, folder, typed, **how)
+    return train(config, folder, typed, **how)

@@ -59,28 +59,45 @@ class WarmUp:
 
     def __init__(self, *, batches: int, batch_size: int, workers: int) -> None:
         self._batches, self._batch_size, self._workers = batches, batch_size, workers
-        self._began: float | None = None
-        self._reading = self._loading = self._waited = 0.0
+        self._last: float | None = None  # moment of the batch before, unless there was a test since
+        self._whole = self._reading = self._loading = self._waited = 0.0
         self._loads = self._seen = 0
 
     def add(self, read: LoadedBatch, waited: float) -> None:
         """Add a batch, which was waited for so many seconds."""
-        if self._began is None:
-            self._began = time.perf_counter() - waited
+        self._whole += waited if self._last is None else 0.0
+        self._tick()
         self._seen += 1
         self._waited += waited
         self._loading += read.counts.seconds
         self._loads += read.counts.loads
         self._reading += read.seconds
 
+    def pause(self) -> None:
+        """Leave out a test, which begins."""
+        self._tick()
+        self._last = None
+
+    @property
+    def is_over(self) -> bool:
+        """True if all batches of the epoch were added."""
+        return self._seen >= self._batches
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        self._whole += 0.0 if self._last is None else now - self._last
+        self._last = now
+
     def times(self) -> Times | None:
         """Return the measurements, now that the step of the last batch is done; None: nothing was read.
 
         Reading hides behind the training of as many batches as there are processes, less what they take to
         augment one; without processes nothing hides."""
-        if self._began is None or not self._loads:
+        if not self._loads:
             return None
-        whole = time.perf_counter() - self._began
+        if self._last is not None:
+            self._tick()
+        whole = self._whole
         sample = self._loading / self._loads
         augmentation = max(0.0, self._reading - self._loading) / self._seen
         training = max(0.0, whole - self._waited) / self._seen
@@ -94,7 +111,7 @@ class WarmUp:
         )
 
 
-class Loader:
+class BatchLoader:
     """``take`` the batches that ``places`` name, in that order.
 
     Attributes: waited: seconds for which whoever asked had to wait.
@@ -191,6 +208,9 @@ class Loader:
         if place.split == "train" and self._epoch in (None, place.epoch):
             self._epoch = place.epoch
             warm_up.add(read, waited)
+            return
+        if place.split == "test" and not warm_up.is_over:
+            warm_up.pause()
             return
         self._warm_up, self.times = None, warm_up.times()
         if self.times is not None:

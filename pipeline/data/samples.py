@@ -196,16 +196,16 @@ def samples_of(
     if isinstance(made, Samples):
         return made
     parts, passed_by = _parts(made)
-    if not all(map(_is_split, parts)):
+    if not all(map(is_split, parts)):
         raise ConfigError(
             f"data._target_={target} returns {_shown(made)}; what works is one of: {'; '.join(WORKS)}"
         )
     names = ["train", "test"][: len(parts)]
     tables = [
-        _table(part, target=target, name=name, labelled=labelled)
+        table_of(part, origin=f"data._target_={target} returns", name=name, labelled=labelled)
         for name, part in zip(names, parts, strict=True)
     ]
-    notes = [note for part in parts[:1] if (note := _unused(part, batch_size))]
+    notes = [note for part in parts[:1] if (note := unused(part, batch_size))]
     if passed_by:
         notes.append(f"data._target_={target} also returns {', '.join(passed_by)}, which nothing reads")
     if len(parts) == 1:
@@ -249,7 +249,8 @@ def _parts(made: object) -> tuple[list[Any], list[str]]:
     return list(made) if isinstance(made, tuple | list) and len(made) == 2 else [made], []
 
 
-def _is_split(part: object) -> bool:
+def is_split(part: object) -> bool:
+    """True if it is a loader, or a data set."""
     return isinstance(part, DataLoader | Dataset) or (
         not isinstance(part, type | str | bytes | tuple | list | Mapping | Tensor)
         and hasattr(part, "__len__")
@@ -258,13 +259,18 @@ def _is_split(part: object) -> bool:
     )
 
 
-def _table(part: Any, *, target: str, name: str, labelled: bool) -> MapTable | IterableTable:
+def table_of(part: Any, *, origin: str, name: str, labelled: bool) -> MapTable | IterableTable:
+    """Return the table of a data set or a loader.
+
+    Raises:
+        ConfigError: It has no length, or no samples; the sentence begins with ``origin``.
+    """
     dataset: Any = part.dataset if isinstance(part, DataLoader) else part
     try:
         len(dataset)
     except (TypeError, NotImplementedError):
         raise ConfigError(
-            f"data._target_={target} returns {_shown(dataset)} to {name}, which does not tell how many "
+            f"{origin} {_shown(dataset)} to {name}, which does not tell how many "
             "samples an epoch has, and a run must know its steps; give its class __len__, or return a "
             "map-style Dataset, with __len__ and __getitem__"
         ) from None
@@ -273,7 +279,7 @@ def _table(part: Any, *, target: str, name: str, labelled: bool) -> MapTable | I
     streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     table = (IterableTable if streams else MapTable)(dataset=dataset, collate=paired)
     if not len(table):
-        raise ConfigError(f"data._target_={target} returns no samples to {name}; check where it looks")
+        raise ConfigError(f"{origin} no samples to {name}; check where it looks")
     return table
 
 
@@ -288,7 +294,7 @@ def _collate(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
     )
 
 
-def _unused(part: object, batch_size: int | None) -> str:
+def unused(part: object, batch_size: int | None) -> str:
     """Describe the unused settings of a loader in a sentence, or ""."""
     if not isinstance(part, DataLoader):
         return ""

@@ -6,6 +6,7 @@ all, and a wrong option is refused with the options that the target takes."""
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 import pkgutil
@@ -21,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...compression.errors import ConfigError
 from ...compression.names import AUTO
-from ...conf.groups import OF_THE_RUN, OURS
+from ...conf.groups import OF_THE_RUN, OF_TORCH, OURS, choices
 from ...conf.parts import MemoryConfig
 from ...stages.device import CPU, grad_scaler
 from ...stages.memory.byte_budget import MemoryOptions
@@ -109,6 +110,7 @@ def model(
     facts = {"describe": describe, "num_classes": describe.num_classes, "input_shape": describe.input_shape}
     if not describe.num_classes:
         _check_unknown_classes(options)
+        del facts["num_classes"]
     bare = is_bare(options) if bare is None else bare
     with parameters_on_meta() if bare else contextlib.nullcontext():
         made = _call("model", options, **facts)
@@ -122,7 +124,8 @@ def model(
 def _check_unknown_classes(options: Mapping[str, Any]) -> None:
     """Refuse a model that takes the number of classes, where the data do not give it."""
     _, given, known = _target("model", options, FACTS["model"])
-    asks = "num_classes" in known and given.get("num_classes") is None
+    takes = known.get("num_classes")
+    asks = takes is not None and given.get("num_classes", takes.default) in (None, takes.empty)
     if asks or str(options["_target_"]).startswith(OURS):
         remedy = " or add model.num_classes=NUMBER" if asks else ""
         raise ConfigError(
@@ -260,12 +263,28 @@ def _locate(group: str, path: Any) -> Callable[..., Any]:
             f"{group}=own needs {group}._target_=, the dotted name of a class or function of yours"
         )
     try:
-        return pkgutil.resolve_name(path)
+        module, _, name = path.rpartition(".")
+        return _of_torch(group, name) if module == OF_TORCH.get(group) else pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"{group}._target_={path} cannot be imported ({reason}); check the name and the folder"
         ) from error
+
+
+def _of_torch(group: str, name: str) -> Callable[..., Any]:
+    """Return the callable of that name in any case: adam is torch.optim.Adam."""
+    module = pkgutil.resolve_name(OF_TORCH[group])
+    public = {one.lower(): one for one in dir(module) if one[0] != "_" and callable(getattr(module, one))}
+    if spelt := public.get(name.lower()):
+        return getattr(module, spelt)
+    known = choices(group)
+    close = difflib.get_close_matches(name.lower(), [*known, *public], n=1)
+    meant = f"did you mean {group}={close[0]}? " if close else ""
+    raise ConfigError(
+        f"{group}={name} is not known; {meant}{group} is one of {', '.join(known)}, or a name of "
+        f"{OF_TORCH[group]}"
+    )
 
 
 def _refused(group: str, options: Mapping[str, Any], attempt: Callable[[], Any]) -> Any:

@@ -9,7 +9,6 @@ makes it whole. No step waits for a disk, unless the next checkpoint is due befo
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,11 +20,11 @@ from torch import Tensor
 from ...compression.codec import decode, encode
 from ...compression.errors import CheckpointError, ConfigError, PenstockError, TransportError
 from ...conf.parts import CheckpointConfig
-from ...stages.files import refusing
+from ...stages.files import reason
 from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.safetensors_io import in_order, write_tensors
 from ...stages.worker import Worker
-from ..checkpoint import INDEX, Checkpoint, Saving
+from ..checkpoint import INDEX, Checkpoint, Saving, remove
 from ..pipeline import Pipeline
 from ..runtime.report import Report
 from .run_folder import RunFolder, step_of
@@ -38,6 +37,7 @@ class Checkpoints:
 
     Args:       root: where they lie; what lies there behind the step that a run begins with is another past.
                 tell: is called with a sentence about one that could not be written.
+                best_step: of the best test, whose checkpoint stays.
     Attributes: notes: makes what a checkpoint keeps of the run beside the state of the pipeline."""
 
     def __init__(
@@ -47,8 +47,10 @@ class Checkpoints:
         options: CheckpointConfig,
         *,
         tell: Callable[[str], None],
+        best_step: int = 0,
     ) -> None:
         self.pipe, self.root, self.options, self.tell = pipe, root, options, tell
+        self._best_step = best_step
         self.notes: Callable[[], Mapping[str, Any]] = dict
         self._worker = Worker("checkpoints", depth=1)
         self._saving: Saving | None = None
@@ -84,6 +86,17 @@ class Checkpoints:
             self._begin()
             self.settle()
 
+    def best(self) -> None:
+        """Keep a checkpoint of this moment until another one is the best; collective."""
+        self.settle()
+        self._best_step = self.pipe.num_steps
+        is_there = float((self._path(self._best_step) / INDEX).exists())
+        if not self.pipe.world.broadcast(is_there, 0, at="the best checkpoint"):
+            self._begin()
+        elif self.pipe.rank == 0:
+            with contextlib.suppress(ConfigError):
+                self._keep()
+
     def _is_due(self, step: int) -> bool:
         every, minutes = self.options.every, self.options.minutes
         due = every is not None and step % every == 0
@@ -95,7 +108,7 @@ class Checkpoints:
     def _begin(self) -> None:
         self._last, self._begun = time.monotonic(), self.pipe.num_steps
         with self._telling():
-            self._saving = Saving(self.pipe, self.root / f"step_{self._begun:08}", notes=self.notes())
+            self._saving = Saving(self.pipe, self._path(self._begun), notes=self.notes())
             self._worker.submit(self._saving.write)
 
     def settle(self) -> None:
@@ -123,15 +136,29 @@ class Checkpoints:
                 self._keep()
 
     def _keep(self) -> None:
-        """Remove all but the newest, and those that were never whole."""
-        whole = RunFolder(path=self.root.parent).whole_checkpoints()[: self.options.keep]
-        self._remove(path for path in self.root.glob("step_*") if step_of(path) >= 0 and path not in whole)
+        """Remove all but the newest and the best, and those that were never whole; link to the best."""
+        whole, link = RunFolder(path=self.root.parent).whole_checkpoints(), self.root / "best"
+        if (best := self._path(self._best_step)) in whole:
+            self._link(link, best.name)
+        best = link.resolve()  # of before, where the new one could not be written
+        kept = {*whole[: self.options.keep], *(path for path in whole if path.name == best.name)}
+        self._remove(path for path in self.root.glob("step_*") if step_of(path) >= 0 and path not in kept)
+
+    def _link(self, link: Path, name: str) -> None:
+        part = link.with_name("best.part")
+        try:
+            part.unlink(missing_ok=True)
+            part.symlink_to(name)
+            part.replace(link)
+        except OSError as error:
+            self.tell(f"{link} cannot be made ({reason(error)}); the best checkpoint is {name}")
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"step_{step:08}"
 
     def _remove(self, folders: Iterable[Path]) -> None:
         for path in folders:
-            with refusing(path):
-                (path / INDEX).unlink(missing_ok=True)  # first: half of one is none
-                shutil.rmtree(path)
+            remove(path)
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:

@@ -9,12 +9,14 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.spinner import Spinner
 from rich.table import Column
 
 from ...stages.files import reason
@@ -76,6 +78,8 @@ class Training:
         weight = max(_SMOOTHING, 1 / first)
         self._seconds += weight * (report.seconds - self._seconds)
         facts = f"loss {report.loss:.4f}  {report.num_samples / self._seconds:.0f} samples/s"
+        if report.num_tokens:
+            facts += f"  {report.num_tokens / self._seconds:.0f} tokens/s"
         if self._sent:
             facts += f"  {packed(self._raw, self._sent)}"
         self._bar.update(self._task, completed=self._done, facts=facts)
@@ -124,6 +128,15 @@ class _Output:
 def screen(*, width_of_a_log: int = WIDTH_OF_A_LOG) -> Console:
     """Return standard output; where it is no terminal, wide enough for the closing table."""
     return Console(file=cast("IO[str]", _Output()), width=None if sys.stdout.isatty() else width_of_a_log)
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Show on a terminal that something goes on while the block runs."""
+    shown = Spinner("dots", "recording and measuring the layers of the model")
+    how: Any = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with Live(shown, console=Console(stderr=True), **how):
+        yield
 
 
 def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:

@@ -40,6 +40,7 @@ class JsonLog:
             kept = _lines_before(first, self._path) if first and path else []
             self.last: Mapping[str, Any] = json.loads(kept[-1]) if kept else {}
             self._num_lines, self._size = len(kept), sum(map(len, kept))  # of whole lines
+            self._last_size = len(kept[-1]) if kept else 0
             self._file = self._path.open("r+b" if kept else "wb", buffering=0)
             self._cut_off()
 
@@ -60,7 +61,21 @@ class JsonLog:
         """Write a line at once, so that a killed run keeps its history."""
         self.last, self._num_lines = line, self._num_lines + 1
         self._waiting.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
+        self._last_size = len(self._waiting[-1])
         self._write()
+
+    def amend(self, step: int, more: Mapping[str, Any]) -> None:
+        """Write the line of ``step`` anew with ``more`` at its end, if it is the last one."""
+        if self.last.get("step") != step:
+            return
+        self._num_lines -= 1
+        if self._waiting:
+            self._waiting.pop()
+        else:
+            self._size -= self._last_size
+            with contextlib.suppress(OSError):
+                self._cut_off()
+        self.append({**self.last, **more})
 
     def _write(self) -> None:
         try:
@@ -133,7 +148,7 @@ class SharesLog:
 
 
 COLUMNS: Sequence[str] = (
-    "step", "loss", "seconds", "samples_per_second", "learning_rate", "gradient_norm",
+    "step", "loss", "seconds", "samples_per_second", "tokens_per_second", "learning_rate", "gradient_norm",
     "bytes_raw", "bytes_sent", "bubble", "peak_bytes",
     "bytes_raw_forward", "bytes_raw_backward", "bytes_sent_forward", "bytes_sent_backward",
     "test_accuracy", "test_loss",

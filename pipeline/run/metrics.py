@@ -132,6 +132,7 @@ def step_line(report: Report) -> dict[str, Any]:
         "loss": _finite(report.loss),
         "seconds": report.seconds,
         "samples_per_second": report.num_samples / report.seconds,
+        "tokens_per_second": None if report.num_tokens is None else report.num_tokens / report.seconds,
         "learning_rate": _finite(report.learning_rate),
         "gradient_norm": _finite(report.gradient_norm),
         "bytes_raw": report.bytes_raw,
@@ -140,6 +141,11 @@ def step_line(report: Report) -> dict[str, Any]:
         "peak_bytes": report.peak_bytes,
         **{name: sum(getattr(stage, field) for stage in report.stages) for name, field in SENT.items()},
     }
+
+
+def test_numbers(results: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the results of a test as files have them."""
+    return {f"test_{name}": _finite(value) for name, value in results.items()}
 
 
 def summarise(
@@ -167,7 +173,7 @@ def summarise(
     for kind in ("raw", "sent"):
         together[f"bytes_{kind}"] = sum(together[f"bytes_{kind}_{way}"] for way in DIRECTIONS)
     return {
-        **{f"test_{name}": _finite(value) for name, value in test.items()},
+        **test_numbers(test),
         "loss": totals.loss,
         "steps": totals.num_steps,
         "samples": totals.num_samples,

@@ -26,8 +26,8 @@ from .run_folder import RunFolder
 FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
-    "max_steps", "detect_anomaly", "traceback", "versions", "settings", "max_restarts", "min_ranks", "cache",
-    "data.workers", "data.local", "replicas",
+    "max_steps", "detect_anomaly", "nan", "eval", "traceback", "versions", "settings", "max_restarts",
+    "min_ranks", "cache", "data.workers", "data.local", "replicas",
     "nodes", "node", "master", "join_deadline", "guard",  # of older checkpoints
 )  # fmt: skip
 """What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
@@ -41,8 +41,8 @@ ASKED = (
 BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
 """What changes bits because it changes how sums are made, and is said."""
 
-OF_A_STREAM = ("micro_batches", "checkpoint.every", "extra_in_flight")
-"""What decides which weights a micro-batch of a stream sees; a checkpoint drains it."""
+OF_A_STREAM = ("micro_batches", "checkpoint.every", "eval.every", "extra_in_flight")
+"""Options that decide which weights a micro-batch of a stream sees; a checkpoint and a test drain it."""
 
 SINCE = {
     "data.skip_broken": False,

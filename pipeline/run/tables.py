@@ -156,7 +156,7 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
         if "test_accuracy" in summary:
             results.insert(0, f"test accuracy {_number(summary['test_accuracy'], '.2%')}")
         lines.append(", ".join(results))
-    return lines
+    return lines + [f"ended early: {early}" for early in [summary.get("ended_early")] if early]
 
 
 def _data(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

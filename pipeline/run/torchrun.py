@@ -103,7 +103,7 @@ def _take(config: TrainConfig, folder: RunFolder, message: Any) -> tuple[Plan, R
         config.resume = None
     elif config.resume == AGAIN:
         config.resume = str(folder.path.absolute())
-    if config.checkpoint.every or config.checkpoint.minutes:
+    if config.checkpoint.every or config.checkpoint.minutes or config.checkpoint.best:
         _check_shared(folder, message["record"])
     return plan, folder
 

@@ -39,11 +39,12 @@ from . import build, console, early, torchrun
 from .bounded import first_values, is_without_memory, make_model, return_freed_memory, write_first_values
 from .build import sources
 from .determinism import place
+from .judge import NOT_FINITE
 from .planning import Recorded, check_batches, count_updates, decide, disk_options, prepare
 from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
-from .training_loop import check_cache, train_rank
+from .training_loop import check_cache, check_tests, train_rank
 
 
 def train(
@@ -53,13 +54,14 @@ def train(
     *,
     launched: bool = False,
     start_process: StartProcess = start_process,
-) -> None:
+) -> int:
     """Train as ``config`` says and leave everything in ``folder``; print what a person sees.
 
     Args:   folder: claimed for this run.
             typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
             launched: the ranks are there already, and this is the first of them.
             start_process: starts the process of a rank.
+    Returns: the exit code: 0, or 3 where the loss was no number and ``nan=stop``.
     Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
     """
     given = early.check(config, typed)
@@ -73,11 +75,15 @@ def train(
         for note in samples.notes:
             console.warn(note)
         check_cache(config, samples)
+        check_tests(config, samples)
         build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
         source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
         # Among ranks that torchrun started, every one makes the model: some may be on other machines.
         recorded = write_first_values(config, samples, folder, start_process) if world is None else None
-        plan, pipe = build_run(config, samples, given=given, source=source, folder=folder, recorded=recorded)
+        with console.planning():
+            plan, pipe = build_run(
+                config, samples, given=given, source=source, folder=folder, recorded=recorded
+            )
         del recorded
         folder.begin(console.warn, resumes=source is not None and source.own)
         folder.save(config, plan)
@@ -117,7 +123,9 @@ def train(
         if place(config).is_gpu:
             torch.accelerator.empty_cache()  # this process keeps it otherwise
         persist(config, plan, folder, start, replan=replan)
-    console.close(folder.read_summary(), files=[folder.plan_picture, folder.timeline, folder.trace])
+    summary = folder.read_summary()
+    console.close(summary, files=[folder.plan_picture, folder.timeline, folder.trace])
+    return NOT_FINITE if summary["ended_early"] and summary["loss"] is None and config.nan == "stop" else 0
 
 
 def build_run(

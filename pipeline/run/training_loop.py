@@ -7,15 +7,18 @@ import dataclasses
 import functools
 import math
 import operator
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ...compression.errors import ConfigError
 from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
 from ...stages.files import save_json
@@ -24,7 +27,7 @@ from ...stages.tracing.layers import casting
 from ..data.batches import BatchIndex, BatchReader, Needs, PartTable, Table
 from ..data.cached import CachedDataset, CacheReader, cache_reader, sample_source
 from ..data.image_folder import Files
-from ..data.loader import Loader, WarmUp, in_memory, workers_of
+from ..data.loader import BatchLoader, WarmUp, in_memory, workers_of
 from ..data.samples import IterableTable, MapTable, Samples
 from ..data.storage import check_shared
 from ..distributed.launcher import cores, local_ranks
@@ -35,8 +38,9 @@ from ..runtime.batches import tensors_of
 from ..runtime.report import Report
 from . import build, console
 from .checkpoints import Checkpoints, keeping, write_model
+from .judge import Judge
 from .logs import JsonLog, Loggers, SharesLog
-from .metrics import Totals, step_line, summarise
+from .metrics import Totals, step_line, summarise, test_numbers
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
 from .resume import position, take_over
 from .run_folder import RunFolder
@@ -89,6 +93,7 @@ class Course:
 
     Args:
         done: Steps before it, of ``steps``.
+        every: Steps from one test to the next within an epoch; 0: no such tests.
         tests: Batches of the test split."""
 
     epochs: int
@@ -96,19 +101,26 @@ class Course:
     steps_of_an_epoch: int
     tests: int
     done: int = 0
+    every: int = 0
 
     def __iter__(self) -> Iterator[BatchIndex]:
-        for epoch, numbers in self.by_epoch():
+        for epoch, numbers in self.by_test():
             yield from (BatchIndex("train", epoch, number) for number in numbers)
             yield from self.test()
 
-    def by_epoch(self) -> Iterator[tuple[int, range]]:
-        """Yield each epoch that has a step or its test to come, and the numbers of its batches."""
-        (begin, done), left = position(self.done, self.steps_of_an_epoch), self.steps - self.done
+    def by_test(self) -> Iterator[tuple[int, range]]:
+        """Yield the numbers of the batches before each test that is to come, and their epoch.
+
+        The test at which a run was stopped is done again."""
+        (begin, first), left = position(self.done, self.steps_of_an_epoch), self.steps - self.done
         for epoch in range(begin, self.epochs):
-            number = max(0, min(left, self.steps_of_an_epoch - done))
-            yield epoch, range(done, done + number)
-            left, done = left - number, 0
+            last = first + max(0, min(left, self.steps_of_an_epoch - first))
+            before = epoch * self.steps_of_an_epoch
+            tests = range(first or 1, last) if self.every else ()
+            ends = [number for number in tests if (before + number) % self.every == 0]
+            for start, end in pairwise([first, *ends, last]):
+                yield epoch, range(start, end)
+            left, first = left - (last - first), 0
             if left <= 0:
                 break
 
@@ -125,6 +137,7 @@ def course(config: TrainConfig, samples: Samples, *, done: int) -> Course:
         steps_of_an_epoch=steps_of_an_epoch(config, samples),
         tests=0 if samples.test is None else samples.num_batches("test", batch_size=config.batch_size),
         done=done,
+        every=config.eval.every or 0,
     )
 
 
@@ -136,12 +149,14 @@ def loader(
     *,
     folder: Path,
     tell: Callable[[str], None],
-) -> Loader:
+) -> BatchLoader:
     """Return what loads the batches of ``ahead`` on this rank, as far as it computes with them; collective.
 
     Where samples may be left out every rank reads all, to leave out the same ones.
     Raises: ConfigError: the samples cannot be cached as asked."""
     train, through = share(config, samples, pipe, folder=folder, tell=tell)
+    if through is not None:
+        _await_turn(pipe, through, tell)
     skips = bool(config.data.get("skip_broken", False))
     needs = Needs()
     if not skips:
@@ -169,7 +184,7 @@ def loader(
         used=ahead.steps_of_an_epoch * config.batch_size,
     )
     counts = {"batches": ahead.steps_of_an_epoch, "batch_size": config.batch_size, "workers": workers}
-    return Loader(
+    return BatchLoader(
         reading,
         ahead,
         workers=workers,
@@ -179,6 +194,16 @@ def loader(
         warm_up=WarmUp(**counts) if brings else None,
         tell=tell,
     )
+
+
+def _await_turn(pipe: Pipeline, through: CacheReader, tell: Callable[[str], None]) -> None:
+    """Wait until the broker lets this run begin its first epoch; collective, so that no rank's wait ends."""
+    waits = False
+    while not pipe.world.broadcast(float(pipe.rank > 0 or through.cache.has_turn()), 0, at="its turn"):
+        if not waits:
+            tell("waits until the first epoch of another job is over: the cache has warm_up=alone")
+        waits = True
+        time.sleep(0.2)
 
 
 def _split(pipe: Pipeline) -> tuple[bool, ...]:
@@ -197,28 +222,41 @@ def run_epochs(
     plan: Plan,
     config: TrainConfig,
     ahead: Course,
-    loader: Loader,
+    loader: BatchLoader,
     *,
+    judge: Judge,
     see: Sequence[Callable[[Report], None]],
     between: Callable[[], None],
-    log: Callable[[int, Mapping[str, float]], None],
+    log: Sequence[Callable[[int, Mapping[str, float]], None]],
     note: Callable[[str], None],
+    best: Callable[[], None],
 ) -> dict[str, float]:
-    """Take every step that is left and test after each epoch; return the last test's results.
+    """Take the steps that are left and the tests between them, until ``judge`` ends it; return the results of
+    the test after the last step, if there was one.
 
     Args: see: are called with the report of every step; between: every ``BETWEEN`` batches of a test;
-          log: with the last step and the results of a test."""
+          log: with the last step and the results of a test; best: behind the best one."""
     test: dict[str, float] = {}
-    for epoch, numbers in ahead.by_epoch():
+    for epoch, numbers in ahead.by_test():
         for number in numbers:
             report = pipe.step(*loader.take(BatchIndex("train", epoch, number)))
             for one in see:
                 one(report)
+                if judge.ended:
+                    return {}
         test = evaluate(pipe, plan, config, map(loader.take, ahead.test()), between=between)
-        if test:
-            log(pipe.num_steps - 1, test)
-            known = f"test accuracy {test['accuracy']:.2%}, " if "accuracy" in test else ""
-            note(f"epoch {epoch + 1}/{config.epochs}: {known}test loss {test['loss']:.4f}")
+        if not test:
+            continue
+        for one in log:
+            one(pipe.num_steps - 1, test)
+        known = f"test accuracy {test['accuracy']:.2%}, " if "accuracy" in test else ""
+        within = numbers.stop < ahead.steps_of_an_epoch and pipe.num_steps < ahead.steps
+        where = f"step {pipe.num_steps}/{ahead.steps}" if within else f"epoch {epoch + 1}/{config.epochs}"
+        note(f"{where}: {known}test loss {test['loss']:.4f}")
+        if judge.test(test, pipe.num_steps) and config.checkpoint.best:
+            best()
+        if judge.ended:
+            break
     return test
 
 
@@ -280,21 +318,25 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             check_shared(config.data, rank=pipe.rank, gather=gather)
         ahead = course(config, samples, done=pipe.num_steps)
         loads = loader(config, samples, pipe, ahead, folder=folder.path, tell=tell)
+        judge = Judge(config, plan, tell=tell)
+        judge.load(notes.get("judge"))
+        kept_best = {"best_step": judge.best_step if config.checkpoint.best else 0}
         with (
             JsonLog(path, tell=tell, first=pipe.num_steps) as metrics,
             SharesLog(pipe, folder.shares if first else None, tell=tell) as shares,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
-            Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell) as kept,
+            Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell, **kept_best) as kept,
             Asked(pipe, kept.now) as asked,
             contextlib.closing(loads) as batches,
         ):
             totals.load(notes.get("totals"))
-            kept.notes = lambda: {"config": options, "totals": vars(totals)}
+            kept.notes = lambda: {"config": options, "totals": vars(totals), "judge": judge.state()}
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
             see += [foretell(plan, tell), overrun(plan, tell)]
-            see += [loggers.step, kept.after, asked.after, shares.after]
-            more = {"see": see, "between": asked.between, "log": loggers.test, "note": tell}
-            test = run_epochs(pipe, plan, config, ahead, batches, **more)
+            see += [loggers.step, judge.step, kept.after, asked.after, shares.after]
+            log = [loggers.test, lambda step, results: metrics.amend(step, test_numbers(results))]
+            more = {"judge": judge, "see": see, "between": asked.between, "log": log, "note": tell}
+            test = run_epochs(pipe, plan, config, ahead, batches, best=kept.best, **more)
     pipe.drain()
     data = pipe.world.all_gather_json(batches.figures, at="the end of its data")
     spans, flows = pipe.timeline(), pipe.flows()
@@ -304,10 +346,11 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         return
     with keeping(folder.model):
         if spans:  # a run that goes on may have had no step left
-            save_step(folder, spans, title=_title(config, plan, step=num_steps - 1))
+            save_step(folder, spans, title=_title(config, plan, step=pipe.num_steps - 1))
         told = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         told |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
         told |= {"sizes": sizes, "test": test, "resumed_from": resumed, "data": data}
+        told |= {"ended_early": judge.ended or None}
         save_json(folder.summary, summarise(totals, plan, **told))
 
 
@@ -316,6 +359,19 @@ def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
     versions = f" weights={plan.weights}{predicted}" if plan.streams else ""
     job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
     return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
+
+
+def check_tests(config: TrainConfig, samples: Samples) -> None:
+    """Refuse what depends on tests, where there is nothing to test on.
+
+    Raises: ConfigError: it names the option."""
+    asked = {"eval.every": config.eval.every, "eval.patience": config.eval.patience}
+    asked |= {"checkpoint.best": config.checkpoint.best}
+    if samples.test is None and (given := next((name for name, value in asked.items() if value), None)):
+        raise ConfigError(
+            f"{given}={asked[given]} needs samples to test on, and the data have none; return (train, test) "
+            f"from data._target_, or leave out {given}="
+        )
 
 
 def check_cache(config: TrainConfig, samples: Samples) -> None:

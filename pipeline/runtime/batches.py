@@ -261,6 +261,18 @@ def tensors_of(outputs: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
+def tokens_of(batches: Iterable[MicroBatch]) -> int | None:
+    """Elements of the first input of int32 or int64 of shape (samples, length), of all micro-batches; None
+    where there is no such input."""
+    found = 0
+    for batch in batches:
+        ids = [one for one in batch.inputs if one.dim() == 2 and one.dtype in (torch.int32, torch.int64)]
+        if not ids:
+            return None
+        found += ids[0].numel()
+    return found
+
+
 def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], *, mean: bool) -> float:
     """The sum of share x loss over micro-batches, ascending, in the loss's dtype, at least float32.
 

@@ -94,8 +94,9 @@ class Report:
     ``outputs``: the model's on the batch, if they were asked for, where the last stage is. ``asked``: the
     largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything. ``replicas``: what each
     rank of every stage reports, of which ``stages`` is made, where some stage is on several ranks.
-    ``learning_rate``: that of this rank's first parameters. ``gradient_norm``: of all gradients before they
-    were clipped by it, else None."""
+    ``num_tokens``: elements of the first input of whole numbers of shape (samples, length), where the model
+    has such a one. ``learning_rate``: that of this rank's first parameters. ``gradient_norm``: of all
+    gradients before they were clipped by it, else None."""
 
     step: int
     loss: float
@@ -107,6 +108,7 @@ class Report:
     replicas: tuple[tuple[StageReport, ...], ...] = ()
     learning_rate: float | None = None
     gradient_norm: float | None = None
+    num_tokens: int | None = None
 
     @property
     def of_ranks(self) -> tuple[tuple[StageReport, ...], ...]:

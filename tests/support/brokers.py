@@ -36,11 +36,10 @@ def payload(index, num_bytes=10_000):
 
 
 @contextlib.contextmanager
-def broker_thread(path, policy=None, *, said=None):
+def broker_thread(path, policy=None, *, said=None, **options):
     """A broker in this process; yields it."""
-    with serving(
-        path, policy or watched_lru(100 * PAGE), page_bytes=PAGE, tell=Said() if said is None else said
-    ) as broker:
+    options |= {"page_bytes": PAGE, "tell": Said() if said is None else said}
+    with serving(path, policy or watched_lru(100 * PAGE), **options) as broker:
         yield broker
 
 

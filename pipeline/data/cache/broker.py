@@ -347,6 +347,8 @@ class Broker:
             raise TransportError("a connection says once whose it is")
         if kind is Kind.MEASURED:
             core.measured(member, unpack_json(body, Times), now)
+        elif kind is Kind.TURN:
+            return bytes([core.has_turn(member, now)])
         elif kind is Kind.BEGIN:
             (epoch,) = unpack_words(body)
             core.release(member)
@@ -381,10 +383,16 @@ class Broker:
 
 @contextlib.contextmanager
 def serving(
-    path: Path, policy: Policy, *, tell: Callable[[str], None], page_bytes: int = PAGE_BYTES
+    path: Path,
+    policy: Policy,
+    *,
+    tell: Callable[[str], None],
+    page_bytes: int = PAGE_BYTES,
+    alone: bool = False,
 ) -> Iterator[Broker]:
     """Run a block with a broker at ``path`` that has memory of the policy's capacity; nothing is left behind.
 
+    Args: alone: runs take turns for their first epoch.
     Raises: ConfigError: the machine has not the memory, or the path is taken."""
     num_pages = policy.capacity // page_bytes
     if not num_pages:
@@ -392,6 +400,7 @@ def serving(
             f"capacity={show_bytes(policy.capacity)} is less than a page of {show_bytes(page_bytes)}"
         )
     with contextlib.closing(SharedMemory(num_pages * page_bytes)) as memory, listening(path) as listener:
-        core = Core(policy, Pages(num_pages, page_bytes))  # once that memory is known to be there
+        pages = Pages(num_pages, page_bytes)  # once that memory is known to be there
+        core = Core(policy, pages, alone=alone)
         with contextlib.closing(Broker(listener, core, memory, tell=tell)) as broker:
             yield broker

@@ -186,6 +186,10 @@ class Client:
         self._check(max(len(order), len(following or ())))
         self._ask(self._send_begun, None, repeats=True)
 
+    def has_turn(self) -> bool:
+        """Return whether the run may begin its first epoch; where there is no broker, it may."""
+        return self._ask(lambda link: link.ask(Kind.TURN, longest=1) == b"\1", True)
+
     def measured(self, times: Times) -> None:
         """Tell the times of the run's warm-up epoch, which is over."""
         self._measured = times

@@ -115,6 +115,8 @@ _BYTES_OF_ORDERS = 18  # of a sample, in the orders of a run
 _ORDERS_SHARE = 16  # the orders of all runs take this part of the memory at most
 _LEAST_ORDER_BYTES = 1 << 20
 
+_LOST_TURN_SECONDS = 60.0  # without a sample, in its first epoch
+
 OUTSIDE, UNUSED, MISSED, DONE = range(4)
 """State of a sample in this epoch: not in its order; not used yet; used and missed; nothing more to ask."""
 
@@ -134,6 +136,8 @@ class Run:
         used: Samples that were used in it, by whichever connection.
         began: When it began.
         pace: Seconds of a sample, of the epoch before.
+        is_warm: True once its first epoch is over.
+        seen: When it last asked for its turn or for samples.
     """
 
     hello: Hello
@@ -145,6 +149,8 @@ class Run:
     used: int = 0
     began: float = 0.0
     pace: float = 0.0
+    is_warm: bool = False
+    seen: float = 0.0
     hits: int = 0
     uses: int = 0
     hit_bytes: int = 0
@@ -191,6 +197,7 @@ class Run:
         states = self._states(order)
         if following is not None:
             self._states(following)
+        self.is_warm = self.is_warm or self.epoch >= 0
         if self.used:
             self.pace = (now - self.began) / self.used
         self.epoch, self.states, self.num_ordered, self.used, self.began = epoch, states, len(order), 0, now
@@ -246,10 +253,14 @@ class Member:
 
 
 class Core:
-    """All that the broker decides. ``now``: seconds of any clock that does not go back."""
+    """All that the broker decides. ``now``: seconds of any clock that does not go back.
 
-    def __init__(self, policy: Policy, pages: Pages) -> None:
-        self.policy, self.pages = policy, pages
+    Args:
+        alone: Runs take turns for their first epoch, whose times the policy goes by.
+    """
+
+    def __init__(self, policy: Policy, pages: Pages, *, alone: bool = False) -> None:
+        self.policy, self.pages, self._alone = policy, pages, alone
         self.runs: dict[tuple[str, str], Run] = {}
         held = max(_LEAST_ORDER_BYTES, pages.num_pages * pages.page_bytes // _ORDERS_SHARE)
         self.most_samples = held // _BYTES_OF_ORDERS
@@ -307,8 +318,17 @@ class Core:
         """Take the times of a run's warm-up epoch, which is over."""
         if not all(0 <= seconds <= _LONGEST for seconds in dataclasses.astuple(times)):
             raise TransportError(f"measured seconds are 0 to {_LONGEST:g}")
-        member.run.times = times
+        member.run.times, member.run.is_warm = times, True
         self.policy.join(member.run.job, now)
+
+    def has_turn(self, member: Member, now: float) -> bool:
+        """Return whether a run may begin its first epoch: nobody else is at it, or came before and waits.
+
+        A run that asks for nothing any more keeps its turn for a minute."""
+        member.run.seen = now
+        cold = [run for run in self.runs.values() if not run.is_warm and now - run.seen < _LOST_TURN_SECONDS]
+        cold.sort(key=lambda run: run.epoch < 0)  # who has begun comes first, then who joined first
+        return not self._alone or member.run.is_warm or cold[0] is member.run
 
     def begin(
         self, member: Member, epoch: int, order: array[int], following: array[int] | None, now: float
@@ -325,6 +345,7 @@ class Core:
         It is leased to this connection until the next message from there."""
         self.release(member)
         run, found = member.run, []
+        run.seen = now
         epoch = run.epoch if epoch == NOWHERE else epoch
         if len(set(indices)) != len(indices):
             raise TransportError("a sample is used twice at once")

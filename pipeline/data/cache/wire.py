@@ -3,7 +3,7 @@
 ```
    HELLO  -> answer, then the shared memory          BEGIN -> answer;  ORDERS -> empty answer
    USE    -> answer;  DONE                           OFFER -> answer;  the bytes of each that is accepted
-   STATUS -> answer                                            -> empty answer, if there were any
+   STATUS, TURN -> answer                                      -> empty answer, if there were any
    MEASURED, DROP
 ```
 An answer, and the bytes of a sample, have no kind. Numbers are words of 32 bits in the machine's own order,
@@ -56,6 +56,7 @@ class Kind(IntEnum):
     OFFER = 7  # words: epoch; then OFFERED
     DROP = 8  # words: sample; then its stamp
     STATUS = 9
+    TURN = 10  # the answer is 1 if the run may begin its first epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from penstock.pipeline.data.batches import BatchIndex, BatchReader
 from penstock.pipeline.data.cache.policies import policy
 from penstock.pipeline.data.cache.sample_bytes import from_bytes, to_bytes
 from penstock.pipeline.data.cached import CachedDataset, cache_reader, sample_source
-from penstock.pipeline.data.loader import Loader, WarmUp
+from penstock.pipeline.data.loader import BatchLoader, WarmUp
 from penstock.pipeline.data.samples import samples_of
 
 EPOCHS = 3
@@ -55,7 +55,7 @@ def batches(dataset: Any, path: Any = None, *, workers: int = 0) -> Any:
     reads = BatchReader(tables={"train": table}, batch_size=BATCH, seed=0, **options)
     warm_up = WarmUp(batches=NUMBER // BATCH, batch_size=BATCH, workers=workers)
     notes: list[str] = []
-    loads = Loader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
+    loads = BatchLoader(reads, PLACES, workers=workers, warm_up=warm_up, tell=notes.append)
     with contextlib.closing(loads) as loader:
         return [loader.take(place) for place in PLACES], loader.figures | {"notes": notes}
 
@@ -254,14 +254,6 @@ def test_a_loader_of_torch_goes_through_it(path, start, persistent_workers):
         del loads
         data.through.cache.close()
         within(10, lambda: not state(path)["jobs"])
-
-
-def test_without_a_broker_it_warns_once_and_goes_on(path):
-    data = penstock.cached(Readable(), job="a", socket=path)
-    with pytest.warns(UserWarning, match="training goes on without the sample cache") as warned:
-        found = [[data[index][2] for index in data.sampler] for _ in range(3)]
-    assert found == [list(data.order(epoch)) for epoch in range(3)]
-    assert len(warned) == 1
 
 
 def test_what_cannot_be_cached_says_why():

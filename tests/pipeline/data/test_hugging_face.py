@@ -14,7 +14,7 @@ import penstock
 from penstock import ConfigError
 from penstock.pipeline.data.batches import BatchIndex, BatchReader
 from penstock.pipeline.data.cache.policies import policy
-from penstock.pipeline.data.loader import Loader
+from penstock.pipeline.data.loader import BatchLoader
 from penstock.pipeline.data.samples import samples_of
 
 pytestmark = [
@@ -47,7 +47,7 @@ def test_batches_are_the_rows_in_our_order(label, workers):
     samples = given(rows(label=label))
     assert samples.describe.num_classes == 3
     reading = BatchReader(tables={"train": samples.train}, batch_size=BATCH, seed=0)
-    with contextlib.closing(Loader(reading, PLACES, workers=workers)) as loader:
+    with contextlib.closing(BatchLoader(reading, PLACES, workers=workers)) as loader:
         for place in PLACES:
             inputs, targets = loader.take(place)
             order = reading.order("train", place.epoch).split(BATCH)[place.number]

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from penstock import ConfigError, TransportError
 from penstock.pipeline.data import image_folder
 from penstock.pipeline.data.batches import BatchIndex, BatchReader, Needs
-from penstock.pipeline.data.loader import Loader, workers_of
+from penstock.pipeline.data.loader import BatchLoader, workers_of
 from penstock.pipeline.data.samples import samples_of
 from penstock.pipeline.data.text import load as text
 
@@ -41,7 +41,7 @@ def reading(table: Any, **options: Any) -> BatchReader:
 
 
 def taken(reads: BatchReader, places: Iterable[BatchIndex] = PLACES, **options: Any) -> list[Any]:
-    with contextlib.closing(Loader(reads, places, **options)) as loader:
+    with contextlib.closing(BatchLoader(reads, places, **options)) as loader:
         return [loader.take(place) for place in places]
 
 
@@ -80,7 +80,7 @@ def test_nobody_elses_generator_moves():
 
 
 def test_others_load_with_one_thread_each_and_end_with_the_loader():
-    loader = Loader(reading(Where()), PLACES, workers=2)
+    loader = BatchLoader(reading(Where()), PLACES, workers=2)
     found = [loader.take(place) for place in PLACES]
     readers = {int(pid) for inputs, _ in found for pid in inputs.flatten().tolist()}
     assert len(readers) == 2
@@ -93,7 +93,7 @@ def test_others_load_with_one_thread_each_and_end_with_the_loader():
 def test_waiting_is_counted_and_hides_behind_what_is_done_meanwhile():
     waits = {}
     for workers in (0, 2):
-        loader = Loader(reading(Slow()), PLACES, workers=workers)
+        loader = BatchLoader(reading(Slow()), PLACES, workers=workers)
         loader.take(PLACES[0])
         began = loader.waited
         for place in PLACES[1:6]:
@@ -117,7 +117,7 @@ def test_a_sample_that_cannot_be_read_is_named(workers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_cannot_be_read_are_left_out_if_asked(workers):
     damaged, said = (2, 7, 8, 19), list[str]()
-    loader = Loader(reading(Damaged(*damaged), skips=True), PLACES, workers=workers, tell=said.append)
+    loader = BatchLoader(reading(Damaged(*damaged), skips=True), PLACES, workers=workers, tell=said.append)
     found = [loader.take(place) for place in PLACES]
     loader.close()
     whole = taken(reading(Damaged()))
@@ -160,7 +160,7 @@ def test_a_batch_of_which_nothing_can_be_had_ends_the_run(table, workers, error,
 
 
 def test_a_process_that_has_stopped_is_named_and_ended():
-    loader: Any = Loader(reading(Slow()), PLACES, workers=1, deadline=0.4)
+    loader: Any = BatchLoader(reading(Slow()), PLACES, workers=1, deadline=0.4)
     loader.take(PLACES[0])
     pid = loader._batches._workers[0].pid
     os.kill(pid, signal.SIGSTOP)
@@ -186,7 +186,7 @@ LOADS = """
 import os, sys, torch
 from torch.utils.data import TensorDataset
 from penstock.pipeline.data.samples import samples_of
-from penstock.pipeline.data.loader import Loader
+from penstock.pipeline.data.loader import BatchLoader
 from penstock.pipeline.data.batches import BatchIndex, BatchReader
 
 if __name__ == "__main__":
@@ -194,7 +194,7 @@ if __name__ == "__main__":
     tables = {"train": samples_of(data, target="my.data", batch_size=None).train}
     places = [BatchIndex("train", epoch, 0) for epoch in range(99)]
     reading = BatchReader(tables=tables, batch_size=4, seed=0)
-    loader = Loader(reading, places, workers=2, start=sys.argv[1])
+    loader = BatchLoader(reading, places, workers=2, start=sys.argv[1])
     loader.take(places[0])
     print(*(one.pid for one in loader._batches._workers), flush=True)
     sys.stdin.read()

@@ -207,7 +207,7 @@ def test_a_line_holds_what_the_step_did_in_both_directions():
         "loss": 1.5,
         "seconds": 0.5,
         "samples_per_second": 16.0,
-        **dict.fromkeys(("learning_rate", "gradient_norm")),
+        **dict.fromkeys(("tokens_per_second", "learning_rate", "gradient_norm")),
         "bytes_raw": 180,
         "bytes_sent": 100,
         "bubble": pytest.approx(0.4),

@@ -4,11 +4,13 @@ import contextlib
 import copy
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from brokers import PAGE, broker_thread, state, within
+from brokers import PAGE, broker_thread, client, state, within
 from commands import lines, refusal, summary, trained
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +62,30 @@ def test_the_bits_do_not_hang_on_who_loads_nor_on_the_sample_cache(tmp_path, cap
     out = capfd.readouterr().out
     assert "sample cache: " in out
     assert "its first epoch: " in out
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_waits_on_all_ranks_for_its_turn_to_warm_up(tmp_path, capfd):
+    path = tmp_path / "s" / "cache.sock"
+    with broker_thread(path, policy("gain", 12 * PAGE), alone=True):
+        first, second = client(path, "a"), client(path, "b")
+        assert [one.has_turn() for one in (first, second, first)] == [True, False, True]
+        second.close()
+
+        def leave():
+            within(60, lambda: len(state(path)["jobs"]) == 2)
+            time.sleep(11)  # longer than ranks wait for each other
+            first.close()
+
+        other = threading.Thread(target=leave)
+        other.start()
+        run = train("run", f"ranks=2 deadline=10 cache=shared cache.socket={path}")
+        other.join()
+        assert run[2]["data"][0]["cache"]["times"]["epoch"] > 0
+    assert first.has_turn()  # there is no broker
+    out = " ".join(capfd.readouterr().out.split())
+    assert out.count("waits until the first epoch of another job is over") == 1
 
 
 @pytest.mark.ranks
@@ -133,17 +159,18 @@ def test_the_five_systems_in_one_run(tmp_path):
     assert [cache["hits"] + cache["loads"] for cache in caches] == [32, 32]
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(1, 25))
-def test_it_is_the_rest_of_the_whole_course_from_every_step_on(epochs, length, tests, most):
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(1, 25), st.integers(0, 6))
+def test_it_is_the_rest_of_the_whole_course_from_every_step_on(epochs, length, tests, most, every):
     steps = min(epochs * length, most)
-    options = {"epochs": epochs, "steps": steps, "steps_of_an_epoch": length, "tests": tests}
+    options = {"epochs": epochs, "steps": steps, "steps_of_an_epoch": length, "tests": tests, "every": every}
     whole_course = Course(**options)
     whole = list(whole_course)
     assert list(whole_course) == whole  # it may be gone through twice
     trained = [place for place in whole if place.split == "train"]
     assert [place.epoch * length + place.number for place in trained] == list(range(steps))
     tested = [place.number for place in whole if place.split == "test"]
-    assert tested == [*range(tests)] * -(-steps // length)
+    moments = {*range(length, steps, length), steps} | ({*range(every, steps, every)} if every else set())
+    assert tested == [*range(tests)] * len(moments)
     for done in range(steps + 1):
         rest = list(Course(**options, done=done))
         assert rest == whole[len(whole) - len(rest) :]

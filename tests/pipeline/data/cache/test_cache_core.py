@@ -20,7 +20,7 @@ from penstock.pipeline.data.cache.next_use import Expected, NextUse
 from penstock.pipeline.data.cache.policies import POLICIES, Lru
 from penstock.pipeline.data.cache.policies import policy as new_policy
 from penstock.pipeline.data.cache.policy import Job, Times
-from penstock.pipeline.data.cache.wire import pieces
+from penstock.pipeline.data.cache.wire import NOWHERE, pieces
 
 TIMES = Times(epoch=9.0, batch_io=0.4, sample_io=0.1, augmentation=0.1, training=0.2, hidden=0.3)
 
@@ -46,6 +46,28 @@ def store(core, member, index, num_bytes=10, *, epoch=0):
 
 def calls(core, *kinds):
     return [call[0::2] for call in core.policy.calls if call[0] in kinds]
+
+
+def test_runs_take_turns_for_their_first_epoch():
+    core: Any = Core(watched_lru(100), Pages(10, 10), alone=True)
+    a, b, c = (core.join(hello(name, num_samples=8), 0.0) for name in "abc")
+    assert [core.has_turn(member, 1.0) for member in (b, a, c, core.join(a.run.hello, 1.0))] == [0, 1, 0, 1]
+    core.begin(b, 0, array("I", range(8)), None, 1.0)  # it does not wait
+    assert [core.has_turn(member, 2.0) for member in (a, b, c)] == [0, 1, 0]
+    core.measured(b, TIMES, 3.0)
+    assert [core.has_turn(member, 3.0) for member in (a, b, c)] == [1, 1, 0]
+    for epoch in range(2):
+        assert not core.has_turn(c, 4.0)
+        core.begin(a, epoch, array("I", range(8)), array("I", range(8)), 4.0)  # nothing to measure
+    assert core.has_turn(c, 4.0)
+    d = core.join(hello("d", num_samples=8), 5.0)
+    core.use(c, NOWHERE, [1], 6.0)
+    assert not core.has_turn(d, 65.0)
+    assert core.has_turn(d, 66.0)  # c has asked for nothing for a minute
+    core.leave(c, 67.0)
+    assert core.has_turn(d, 67.0)
+    beside: Any = core_of()
+    assert all(beside.has_turn(beside.join(hello(name, num_samples=8), 0.0), 0.0) for name in "ab")
 
 
 def test_connections_of_a_run_are_one_reader():

@@ -1,0 +1,112 @@
+"""Tests within an epoch, the checkpoint of the best one, and runs that end before their last step."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commands import SMALL, lines, refusal, same_run, summary, train, trained
+
+from penstock.conf.parts import CheckpointConfig, EvalConfig
+from penstock.conf.schema import TrainConfig
+from penstock.pipeline.run.judge import NOT_FINITE, Judge
+
+BEST = (
+    f"{SMALL} batch_size=300 micro_batches=3 epochs=3 optimizer.lr=0.05 checkpoint.every=2 eval.every=3"
+    " checkpoint.keep=2 checkpoint.best=loss hydra.run.dir="
+)
+
+
+def losses_of_tests(folder):
+    """Steps behind which there was a test, and its loss."""
+    return {line["step"] + 1: line["test_loss"] for line in lines(folder) if "test_loss" in line}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_goes_on_tests_and_keeps_the_best_as_if_it_had_not_stopped(ranks):
+    trained(f"{BEST}whole ranks={ranks} stages=2")
+    found = losses_of_tests("whole")
+    assert [*found] == [3, 4, 6, 8, 9, 12]
+    best = min(found, key=found.__getitem__)
+    kept = {f"step_{step:08}" for step in (10, 12, best)}
+    assert {path.name for path in Path("whole/checkpoints").iterdir()} == {*kept, "best"}
+    assert Path("whole/checkpoints/best").resolve().name == f"step_{best:08}"
+    assert summary("whole")["ended_early"] is None
+    for stop in (3, 6):
+        folder = f"stopped_{stop}"
+        trained(f"{BEST}{folder} ranks={ranks} stages=2 max_steps={stop} scheduler=none")
+        (Path(folder) / "summary.json").unlink()
+        trained(f"{BEST}{folder} ranks={ranks} stages=2 resume=auto scheduler=none")
+        trained(f"{BEST}straight_{stop} ranks={ranks} stages=2 scheduler=none")
+        assert losses_of_tests(folder) == losses_of_tests(f"straight_{stop}")
+        assert same_run(folder, f"straight_{stop}")
+
+
+def judge(told, **options):
+    plan = SimpleNamespace(streams=options.pop("streams", False), num_stages=3)
+    return Judge(TrainConfig(**options), plan, tell=told.append)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("metric", "results", "best"),
+    [
+        ("loss", [2.0, 0.0, 0.0, math.nan, -0.5], [1, 1, 0, 0, 1]),
+        ("accuracy", [0.0, 0.5, 0.5, 0], [1, 1, 0, 0]),
+    ],
+)
+def test_the_best_test_is_the_first_of_the_best(metric, results, best):
+    told, options = [], {"checkpoint": CheckpointConfig(best=metric), "eval": EvalConfig(patience=2)}
+    ours = judge(told, **options)
+    for step, (result, is_best) in enumerate(zip(results, best, strict=True), start=1):
+        again = judge(told, **options)
+        again.load(json.loads(json.dumps(ours.state())))
+        assert ours.test({metric: result}, step) == again.test({metric: result}, step) == is_best
+        assert ours.state() == again.state()
+        assert bool(ours.ended) == (step == 4)
+        ours.ended = ""
+    assert ours.test({metric: results[-1]}, len(results)) == best[-1]  # once more, by a run that goes on
+    other = judge(told, checkpoint=CheckpointConfig(best="accuracy"))
+    other.load(judge(told).state() | {"best": 0.1, "best_step": 3})  # by another result
+    assert [other.test({"loss": loss}, 4) for loss in (2.0, 1.0)] == [True, True]
+    assert "these tests have no accuracy" in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [({}, 1), ({"nan": "warn"}, None), ({"streams": True}, 4)],
+    ids=["stop", "warn", "a stream that fills"],
+)
+def test_a_loss_that_is_no_number_is_told_once_and_ends_a_run(options, at):
+    told, ended = [], None
+    ours = judge(told, **options)
+    for step, loss in enumerate((1.0, math.inf, *(math.nan,) * 8)):
+        ours.step(SimpleNamespace(step=step, loss=loss))  # pyright: ignore[reportArgumentType]
+        ended = step if ours.ended and ended is None else ended
+    assert (ended, len(told)) == (at, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_loss_is_no_number_says_so_and_ends_with_a_code_of_its_own(ranks, capfd):
+    wild = f"{SMALL} batch_size=200 max_steps=6 optimizer.lr=1e30 stages=2 ranks={ranks} hydra.run.dir="
+    assert train(f"{wild}stops checkpoint.every=1") == NOT_FINITE
+    out = " ".join(capfd.readouterr().out.split())
+    steps = lines("stops")
+    assert len(steps) < 6
+    assert [step["loss"] is None for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert f"step {len(steps)}: the loss is nan, and the run ends; begin anew with a lower" in out
+    assert f"ended early: step {len(steps)}: the loss is nan" in out
+    assert summary("stops")["ended_early"] == f"step {len(steps)}: the loss is nan"
+    assert f"step_{len(steps):08}" not in {path.name for path in Path("stops/checkpoints").iterdir()}
+    trained(f"{wild}warns nan=warn")
+    assert len(lines("warns")) == 6
+
+
+def test_a_run_ends_after_tests_that_are_no_better(capfd):
+    job = f"{SMALL} batch_size=200 epochs=9 optimizer.lr=1e-30 eval.every=2 ranks=1 stages=2 scheduler=none"
+    trained(f"{job} eval.patience=2 hydra.run.dir=run")
+    assert [*losses_of_tests("run")] == [2, 4, 6]
+    assert "no better test in the last 2: loss " in summary("run")["ended_early"]
+    assert "nan=perhaps is not known" in refusal(f"{job} nan=perhaps hydra.run.dir=no", capfd)
+    streams = f"{job} schedule=async_1f1b checkpoint.best=loss hydra.run.dir=no"
+    assert "checkpoint.best=loss depends on a test" in refusal(streams, capfd)
