@@ -19,9 +19,8 @@ from words import bitmap_of, checksum_of
 
 from penstock.compression.codec import CODECS, encode
 from penstock.compression.errors import CodecError
-from penstock.compression.frame import BLOCK, MASKED, frame_bytes, header_bytes, read_header, sections
+from penstock.compression.frame import BLOCK, frame_bytes, header_bytes, read_header, sections
 from penstock.compression.gpu import frames, payloads
-from penstock.compression.zero_value import has_bitmap
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental")
@@ -170,14 +169,6 @@ def test_the_checksum_of_a_bitmap(device: str) -> None:
         mask = torch.randint(0, 256, (sections(num_words).offsets,), dtype=torch.uint8)
         found = int(payloads.checksum_of(mask.to(device), num_words)) % (1 << 64)
         assert found == checksum_of(mask.numpy(), num_words)
-
-
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if has_bitmap(codec)])
-def test_values_at_the_set_bits_of_a_mask(codec: str, device: str) -> None:
-    for dtype, size in ((torch.float32, 9001 * FEW), (torch.bfloat16, 4096), (torch.complex128, 333)):
-        mask = encode(torch.where(torch.rand(size) < 0.4, 1.0, 0.0).to(dtype))
-        gradient = laid_out(dtype, [size], [1], first=3, density=0.9)
-        assert read_header(assert_law(gradient, device, codec, mask=mask)).flags == MASKED
 
 
 def test_a_mask_that_does_not_fit_is_refused(device: str) -> None:

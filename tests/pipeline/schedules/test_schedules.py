@@ -21,9 +21,6 @@ VEE, LOOP = [[0, 3], [1, 2]], [[0, 2], [1, 3]]
 
 # schedule stages-of-each-rank micro-batches extra-in-flight, and the program of every rank
 LITERALS = """
-1f1b: 0 1; 3 micro-batches, 0 extra
-    0F0 0F1 0B0 0F2 0B1 0B2
-    1F0 1B0 1F1 1B1 1F2 1B2
 1f1b: 0 1 2; 6 micro-batches, 1 extra
     0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5
     1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5
@@ -35,15 +32,9 @@ LITERALS = """
 1f1b: 0,1 2; 2 micro-batches, 0 extra
     0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
     2F0 2B0 2F1 2B1
-gpipe: 0 1; 3 micro-batches, 0 extra
-    0F0 0F1 0F2 0B0 0B1 0B2
-    1F0 1F1 1F2 1B0 1B1 1B2
 gpipe: 0 1,2; 2 micro-batches, 0 extra
     0F0 0F1 0B0 0B1
     1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
-interleaved: 0,2 1,3; 4 micro-batches, 0 extra
-    0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
-    1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 interleaved: 0,2 1,3; 5 micro-batches, 0 extra
     0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 2B3 2B4 0B3 0B4
     1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4
