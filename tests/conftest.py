@@ -11,7 +11,6 @@ import pytest
 import torch
 from ranks import Ranks, give_back_memory
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 pytest_plugins = ["sampling"]
 
 # A job in the background and nohup leave these ignored, to children too: tests of them waited for ever.
@@ -21,11 +20,9 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    beside = Path(__file__).resolve().parents[2] / "shared" / "corpora"
     parser.addoption(
-        "--corpora",
-        type=Path,
-        default=CHECKOUT.parent / "shared" / "corpora",
-        help="folder of corpora, which no test reads at present",
+        "--corpora", type=Path, default=beside, help="folder of corpora, which no test reads now"
     )
 
 

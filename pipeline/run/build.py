@@ -11,6 +11,7 @@ import functools
 import inspect
 import pkgutil
 import re
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hydra.utils import instantiate
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...compression.errors import ConfigError
+from ...compression.errors import ConfigError, PenstockError
 from ...compression.names import AUTO
 from ...conf.groups import OF_THE_RUN, OF_TORCH, OURS, choices
 from ...conf.parts import MemoryConfig
@@ -226,12 +227,20 @@ def _call(group: str, options: Mapping[str, Any], **facts: Any) -> Any:
     told = {name: value for name, value in facts.items() if name in known and given.get(name) is None}
     try:
         return target(**{**instantiate(given, _convert_="all"), **told})
-    except TypeError as error:
+    except PenstockError:
+        raise
+    except Exception as error:  # a constructor of other people
         odd = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if odd is None or odd[1] not in given:
+        if isinstance(error, TypeError) and odd and odd[1] in given:
+            typed = f"{group} has no option {group}.{odd[1]}={given[odd[1]]}"
+            raise ConfigError(f"{typed}: {options['_target_']} does not take it") from error
+        if group not in ("model", "data"):
             raise
+        *_, last = traceback.extract_tb(error.__traceback__)
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{group} has no option {group}.{odd[1]}={given[odd[1]]}: {options['_target_']} does not take it"
+            f"{group}._target_={options['_target_']} cannot be made: {type(error).__name__}: {reason} "
+            f"({last.filename}, line {last.lineno})"
         ) from error
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ...compression.errors import ConfigError
 
 OF_MODEL = f"{__name__}.of_model"
+CROSS_ENTROPY = f"{__name__}.cross_entropy"
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

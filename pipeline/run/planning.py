@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
+from ...conf.groups import OURS
 from ...conf.parts import MEASURED
 from ...conf.schema import PlanConfig, PlanningConfig, TrainConfig
 from ...stages.files import save_json
@@ -38,7 +39,7 @@ from ..schedules.simulate import simulate_spans
 from . import build, console, determinism
 from .determinism import place
 from .early import program
-from .losses import OF_MODEL
+from .losses import CROSS_ENTROPY, OF_MODEL
 from .run_folder import RunFolder
 from .schedule_comparison import SYNCHRONOUS, Comparison, compare
 from .timeline import Panel, draw, perfetto_trace
@@ -65,6 +66,36 @@ def example_inputs(config: PlanConfig, samples: Samples) -> Example:
     given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
     number = min(config.micro_batches, len(tree_leaves(given)[0]))
     return tree_map(lambda tensor: tensor.tensor_split(number)[0].clone(), given)
+
+
+def check_labels(config: TrainConfig, samples: Samples) -> None:
+    """Refuse labels of the first batch that ``loss=cross_entropy`` cannot take, before the model is recorded.
+
+    Raises: ConfigError: they are no whole numbers, or none of the model's classes."""
+    if config.loss and config.loss["_target_"] != CROSS_ENTROPY:
+        return
+    _, targets = next(training_batches(config, samples, epoch=0))
+    if not isinstance(targets, Tensor):
+        return
+    if targets.dtype not in (torch.int64, torch.uint8):
+        kind = str(targets.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"loss=cross_entropy takes labels of int64, found {kind} of shape {tuple(targets.shape)} in the "
+            "first batch; convert them (labels.long()), or take another loss="
+        )
+    model = config.model
+    ours = model["_target_"].startswith(OURS) or "num_classes" in model
+    number = model.get("num_classes") or samples.describe.num_classes
+    if not (ours and number):
+        return
+    wrong = ((targets >= number) | ((targets < 0) & (targets != -100))).nonzero().tolist()
+    if wrong:
+        sample, *column = wrong[0]
+        place = f"sample {sample}{f', column {column[0]},' if column else ''} of the first batch"
+        raise ConfigError(
+            f"labels of {number} classes are 0 to {number - 1}, or -100 for none, found "
+            f"{int(targets[tuple(wrong[0])])} in {place}; check the data, or model.num_classes="
+        )
 
 
 def count_steps(config: TrainConfig, samples: Samples) -> int:

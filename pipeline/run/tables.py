@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .schedule_comparison import Comparison
 
 
+TURNS = {"by price": "what measured costs say", "as planned": "the plan", "raw": "no packing"}
 MOST_FLOWS = 4  # in the closing lines; summary.json has all
 KEY = (
     "bubble: share of the steps after the first in which the rank computed nothing",
@@ -196,14 +197,14 @@ def _codecs(summary: Mapping[str, Any]) -> list[str]:
     ways = {"F": "down", "B": "up"}
     shown = [f"{flow['value']} {ways[flow['way']]} {flow['codec']}" for flow in flows]
     turns = [
-        turn["name"]
-        + (f", +{turn['extra']} in flight:" if turn["extra"] else "")
-        + f" {turn['measured']:.3f} s a step (predicted {turn['predicted']:.3f})"
-        + ("" if turn["stayed"] else ", switched off")
+        str(TURNS.get(turn["name"], turn["name"]))
+        + (f", +{turn['extra']} in flight" if turn["extra"] else "")
+        + f": {turn['measured']:.3f} s a step (predicted {turn['predicted']:.3f})"
+        + (", chosen" if turn["stayed"] else "")
         for turn in summary["turns"]
     ]
     chosen = [f"codec=auto: {'; '.join(shown)}"] if searched else []
-    return [*chosen, f"{'codec' if searched else 'extra_in_flight'}=auto: {'; '.join(turns)}"]
+    return [*chosen, f"{'codec' if searched else 'extra_in_flight'}=auto compared {'; '.join(turns)}"]
 
 
 def packed(raw: float, sent: float) -> str:

@@ -30,6 +30,8 @@ ELSEWHERE = {
     "./scripts/check": "what runs this test",
     ". .venv/bin/activate": "test_quickstart.py",
     "sbatch --nodes=2 scripts/slurm.sbatch model=resnet18 checkpoint.minutes=10": "test_examples.py",
+    "pip install torch torchvision --index-url https://download.pytorch.org/whl/cpu": "a person's network",
+    "pip install ./penstock": "test_quickstart.py, in the checkout itself",
     "pip install jupyterlab && jupyter lab scripts/notebooks/throughput.ipynb": "test_notebook.py",
 }
 RUN = ("penstock", "torchrun")  # whose options are read here; test_launched.py runs torchrun

@@ -126,6 +126,12 @@ TARGETS = [
     ("model", "penstock.pipeline.models.gpt", {}, "data=text"),
     ("model", "os.getcwd", {}, "os.getcwd must return a torch module"),
     ("model", "torch.nn.Linear", {"out_features": 3}, "needs model.in_features="),
+    (
+        "model",
+        "torch.nn.Linear",
+        {"in_features": -1, "out_features": 3},
+        "torch.nn.Linear cannot be made: Runt",
+    ),
     ("model", "torch.nn.Linear", {"in_feature": 3}, "model.in_feature=3; it takes in_features"),
     ("data", "os.getcwd", {}, "os.getcwd returns a str; what works is one of: return torch"),
 ]

@@ -42,7 +42,11 @@ def test_the_first_example_has_one_result_in_one_process_and_on_two_ranks(tmp_pa
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("library", "example", "arguments"),
-    [("transformers", "llama.py", ["3"]), ("timm", "timm_images.py", ["test_efficientnet", "3"])],
+    [
+        ("transformers", "llama.py", ["3"]),
+        ("timm", "timm_images.py", ["test_efficientnet", "3"]),
+        ("torch", "attention_residuals.py", ["3"]),
+    ],
 )
 def test_public_networks_lose_the_same_on_two_ranks(library, example, arguments, tmp_path):
     if importlib.util.find_spec(library) is None:
@@ -51,6 +55,7 @@ def test_public_networks_lose_the_same_on_two_ranks(library, example, arguments,
     losses = [re.findall(r"step \d+: loss [\d.]+", text) for text in shown]
     assert len(losses[0]) == 3
     assert losses[0] == losses[1]
+    assert "DIFFERENT" not in "".join(shown)  # from the plain loop
 
 
 @pytest.mark.slow

@@ -26,9 +26,9 @@ import torch
 from penstock.pipeline.data import Description, Samples
 
 
-def samples(rows=60, nans=False):
+def samples(rows=60, nans=False, labels=int):
     inputs = torch.randn(rows, 6, generator=torch.Generator().manual_seed(0))
-    targets = (inputs[:, 0] > 0).long()
+    targets = {int: 1, "float": 1.0, "large": 9}[labels] * (inputs[:, 0] > 0)
     if nans:
         inputs[:, 1][inputs[:, 1] > 0.5] = float("nan")
     table = torch.utils.data.TensorDataset(inputs, targets)

@@ -29,12 +29,9 @@ def settle():
 
 def busy(worker):
     """Keep a thread busy until the gate that this returns is set."""
-    gate = threading.Event()
-
-    def wait():
-        assert gate.wait(10)
-
-    worker.submit(wait)
+    gate, begun = threading.Event(), threading.Event()
+    worker.submit(lambda: (begun.set(), gate.wait(10)))
+    assert begun.wait(10)
     return gate
 
 

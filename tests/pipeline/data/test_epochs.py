@@ -66,8 +66,7 @@ def test_a_loop_goes_on_from_the_newest_checkpoint_within_an_epoch(tmp_path):
 
     def run(folder, stop=None, begin=None):
         models, path = [copy.deepcopy(plain) for _ in range(2)], tmp_path / folder
-        one = lambda world: train(world, models[world.rank], path, stop, begin)  # noqa: E731
-        return penstock.in_threads(one, ranks=2)[0]
+        return penstock.in_threads(lambda w: train(w, models[w.rank], path, stop, begin), ranks=2)[0]
 
     whole = run("whole")
     assert len(whole) == 10

@@ -174,8 +174,12 @@ CHOSEN = {
         ({}, [], ["before a choice", "lossy"]),
         ({"codec": "int8"}, ["int8 (lossy)"], []),
         ({"bytes_saved_raw": 2048, "bytes_saved_kept": 1024}, ["2 KiB -> 1 KiB (2.00x)"], []),
-        (CHOSEN, ["relu down exponent; relu up raw", "0.512 s", "0.750 s", "switched off"], []),
-        ({"turns": [TURN]}, ["extra_in_flight=auto: by price, +1 in flight: 0.512 s"], []),
+        (CHOSEN, ["relu down exponent; relu up raw", "costs say: 0.512 s", "0.750 s", ", chosen"], []),
+        (
+            {"turns": [TURN]},
+            ["extra_in_flight=auto compared what measured costs say, +1 in flight: 0.512 s"],
+            [],
+        ),
     ],
 )
 def test_the_totals_say_what_was_chosen_and_what_is_missing(found, said, unsaid):

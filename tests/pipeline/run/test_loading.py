@@ -69,9 +69,8 @@ def test_the_bits_do_not_hang_on_who_loads_nor_on_the_sample_cache(tmp_path, cap
 def test_a_run_waits_on_all_ranks_for_its_turn_to_warm_up(tmp_path, capfd):
     path = tmp_path / "s" / "cache.sock"
     with broker_thread(path, policy("gain", 12 * PAGE), alone=True):
-        first, second = client(path, "a"), client(path, "b")
-        assert [one.has_turn() for one in (first, second, first)] == [True, False, True]
-        second.close()
+        first = client(path, "a")
+        assert first.has_turn()
 
         def leave():
             within(60, lambda: len(state(path)["jobs"]) == 2)

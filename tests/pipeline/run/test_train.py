@@ -193,6 +193,18 @@ OWN_JOB = (
 )
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("data.labels=float", "takes labels of int64, found float32 of shape (20,) in the first batch"),
+        ("data.labels=large model.num_classes=2", "are 0 to 1, or -100 for none, found 9 in sample"),
+    ],
+)
+def test_labels_that_the_loss_does_not_take_are_refused_before_the_model_is_recorded(more, said, capfd):
+    Path("own.py").write_text(OWN.replace("def forward", "def never"))
+    assert said in refusal(f"{OWN_JOB} ranks=1 {more} hydra.run.dir=run", capfd)
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folder(monkeypatch):

@@ -25,10 +25,6 @@ LITERALS = """
     0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5
     1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5
     2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5
-1f1b: 0 1 2; 2 micro-batches, 0 extra
-    0F0 0F1 0B0 0B1
-    1F0 1F1 1B0 1B1
-    2F0 2B0 2F1 2B1
 1f1b: 0,1 2; 2 micro-batches, 0 extra
     0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
     2F0 2B0 2F1 2B1
@@ -48,15 +44,9 @@ zb_h1: 0 1,2; 2 micro-batches, 0 extra
 zbv: 0,3 1,2; 3 micro-batches, 0 extra
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 3F2 3I2 3W2 0B1 0B2
     1F0 2F0 1F1 2F1 2B0 1F2 1I0 1W0 2F2 2B1 1I1 2I2 1I2 1W1 2W2 1W2
-zbv: 0,3 1,2; 1 micro-batches, 0 extra
-    0F0 3F0 3I0 3W0 0B0
-    1F0 2F0 2B0 1I0 1W0
 dualpipev: 0,3 1,2; 4 micro-batches, 0 extra
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0B2 0B3
     1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
-dualpipev: 0,3 1,2; 1 micro-batches, 0 extra
-    0F0 3F0 3I0 3W0 0B0
-    1F0 2F0 2B0 1B0
 async_1f1b: 0 1 2; 4 micro-batches, 0 extra
     0F0 0F1 0F2 0B0 0U 0F3 0B1 0U 0B2 0U 0B3 0U
     1F0 1F1 1B0 1U 1F2 1B1 1U 1F3 1B2 1U 1B3 1U

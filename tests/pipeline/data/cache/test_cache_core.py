@@ -64,10 +64,6 @@ def test_runs_take_turns_for_their_first_epoch():
     core.use(c, NOWHERE, [1], 6.0)
     assert not core.has_turn(d, 65.0)
     assert core.has_turn(d, 66.0)  # c has asked for nothing for a minute
-    core.leave(c, 67.0)
-    assert core.has_turn(d, 67.0)
-    beside: Any = core_of()
-    assert all(beside.has_turn(beside.join(hello(name, num_samples=8), 0.0), 0.0) for name in "ab")
 
 
 def test_connections_of_a_run_are_one_reader():
