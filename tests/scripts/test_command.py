@@ -226,6 +226,13 @@ def test_the_whole_configuration_is_printed_on_request(capfd, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_working_folder_that_was_removed_is_told(tmp_path, monkeypatch, capfd):
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "this one was removed; go to another" in refusal("train max_steps=1", capfd)
+
+
 @pytest.mark.parametrize(
     ("typed", "composed"),
     [

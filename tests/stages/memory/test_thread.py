@@ -138,9 +138,6 @@ def test_each_layer_is_queued_and_taken_in_turn_and_a_burst_is_decided_once(made
     assert taken == queued
     assert {layer.layer for layer in taken[len(layers) :] if layer} >= {*range(1, DEPTH)}
     settle()  # nothing is queued, so the thread waits, and ends
-    thread.at(1)
-    saved.wait()
-    assert taken == queued
 
 
 def test_frames_are_forgotten_while_the_backward_runs(made):
