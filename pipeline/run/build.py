@@ -36,6 +36,10 @@ from .losses import cross_entropy
 SOURCES = ("load_weights", "init_weights")
 
 
+class ConstructorError(ConfigError):
+    """A constructor of other people that raised."""
+
+
 def is_bare(options: Mapping[str, Any]) -> bool:
     """True if the options of a model name a source of its values, so it is built on the meta device."""
     return any(options.get(name) for name in SOURCES)
@@ -238,7 +242,7 @@ def _call(group: str, options: Mapping[str, Any], **facts: Any) -> Any:
             raise
         *_, last = traceback.extract_tb(error.__traceback__)
         reason = " ".join(str(error).split())
-        raise ConfigError(
+        raise ConstructorError(
             f"{group}._target_={options['_target_']} cannot be made: {type(error).__name__}: {reason} "
             f"({last.filename}, line {last.lineno})"
         ) from error
