@@ -77,10 +77,8 @@ def recorded_without_memory(config: PlanConfig, samples: Samples) -> planning.Re
             return None
         autocast = build.autocast(getattr(config, "autocast", None))
         return planning.record(config, samples, model=model, autocast=autocast)
-    except ConfigError as error:
-        if isinstance(error, build.ConstructorError):
-            _warn(str(error.__cause__))
-        return None  # else of the options, so whoever makes the whole model refuses them
+    except ConfigError:  # of the options, so whoever makes the whole model refuses them
+        return None
     except Exception as error:  # the model's own code may raise anything where values are missing
         _warn(str(error))
         return None

@@ -36,8 +36,8 @@ from .losses import cross_entropy
 SOURCES = ("load_weights", "init_weights")
 
 
-class ConstructorError(ConfigError):
-    """A constructor of other people that raised."""
+class ConstructorError(PenstockError):
+    """A constructor of other people that raised; the options may be right."""
 
 
 def is_bare(options: Mapping[str, Any]) -> bool:

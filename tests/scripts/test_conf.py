@@ -166,7 +166,7 @@ def test_what_needs_no_model_is_refused_by_name_and_value(given, subject):
 def test_a_target_that_cannot_be_called_as_asked_is_refused_by_its_option(group, target, given, subject):
     options, of_images = {"_target_": target, **given}, Description(input_shape=(3, 8, 8), num_classes=10)
     more = {"model": {"describe": of_images, "seed": 0}, "scheduler": {"num_steps": 3}}
-    with pytest.raises(ConfigError, match=re.escape(subject)):
+    with pytest.raises(PenstockError, match=re.escape(subject)):
         getattr(build, group if group != "data" else "samples")(options, **more.get(group, {}))
 
 
