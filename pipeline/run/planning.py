@@ -61,21 +61,21 @@ def training_batches(
 
 
 def example_inputs(config: PlanConfig, samples: Samples) -> Example:
-    """Return the first micro-batch of the first training batch, as the model takes it."""
-    inputs, _ = next(training_batches(config, samples, epoch=0))
+    """Return the first micro-batch of the first training batch, as the model takes it.
+
+    Raises: ConfigError: the batch has labels that the loss does not take."""
+    inputs, targets = next(training_batches(config, samples, epoch=0))
+    check_labels(config, samples, targets)
     given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
     number = min(config.micro_batches, len(tree_leaves(given)[0]))
     return tree_map(lambda tensor: tensor.tensor_split(number)[0].clone(), given)
 
 
-def check_labels(config: TrainConfig, samples: Samples) -> None:
-    """Refuse labels of the first batch that ``loss=cross_entropy`` cannot take, before the model is recorded.
+def check_labels(config: PlanConfig, samples: Samples, targets: Any) -> None:
+    """Refuse labels of the first batch that ``loss=cross_entropy`` cannot take.
 
     Raises: ConfigError: they are no whole numbers, or none of the model's classes."""
-    if config.loss and config.loss["_target_"] != CROSS_ENTROPY:
-        return
-    _, targets = next(training_batches(config, samples, epoch=0))
-    if not isinstance(targets, Tensor):
+    if config.loss.get("_target_", CROSS_ENTROPY) != CROSS_ENTROPY or not isinstance(targets, Tensor):
         return
     if targets.dtype not in (torch.int64, torch.uint8):
         kind = str(targets.dtype).removeprefix("torch.")
@@ -84,7 +84,7 @@ def check_labels(config: TrainConfig, samples: Samples) -> None:
             "first batch; convert them (labels.long()), or take another loss="
         )
     model = config.model
-    ours = model["_target_"].startswith(OURS) or "num_classes" in model
+    ours = model.get("_target_", "").startswith(OURS) or "num_classes" in model
     number = model.get("num_classes") or samples.describe.num_classes
     if not (ours and number):
         return

@@ -40,7 +40,7 @@ from .bounded import first_values, is_without_memory, make_model, return_freed_m
 from .build import sources
 from .determinism import place
 from .judge import NOT_FINITE
-from .planning import Recorded, check_batches, check_labels, count_updates, decide, disk_options, prepare
+from .planning import Recorded, check_batches, count_updates, decide, disk_options, prepare
 from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
@@ -76,7 +76,6 @@ def train(
             console.warn(note)
         check_cache(config, samples)
         check_tests(config, samples)
-        check_labels(config, samples)
         build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
         source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
         # Among ranks that torchrun started, every one makes the model: some may be on other machines.
