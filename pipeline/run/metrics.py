@@ -143,7 +143,7 @@ def step_line(report: Report) -> dict[str, Any]:
     }
 
 
-def test_numbers(results: Mapping[str, float]) -> dict[str, float | None]:
+def numbers_of_test(results: Mapping[str, float]) -> dict[str, float | None]:
     """Return the results of a test as files have them."""
     return {f"test_{name}": _finite(value) for name, value in results.items()}
 
@@ -173,7 +173,7 @@ def summarise(
     for kind in ("raw", "sent"):
         together[f"bytes_{kind}"] = sum(together[f"bytes_{kind}_{way}"] for way in DIRECTIONS)
     return {
-        **test_numbers(test),
+        **numbers_of_test(test),
         "loss": totals.loss,
         "steps": totals.num_steps,
         "samples": totals.num_samples,

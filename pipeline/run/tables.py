@@ -157,7 +157,9 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
         if "test_accuracy" in summary:
             results.insert(0, f"test accuracy {_number(summary['test_accuracy'], '.2%')}")
         lines.append(", ".join(results))
-    return lines + [f"ended early: {early}" for early in [summary.get("ended_early")] if early]
+    if summary.get("ended_early"):
+        lines.append(f"ended early: {summary['ended_early']}")
+    return lines
 
 
 def _data(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -40,7 +40,7 @@ from . import build, console
 from .checkpoints import Checkpoints, keeping, write_model
 from .judge import Judge
 from .logs import JsonLog, Loggers, SharesLog
-from .metrics import Totals, step_line, summarise, test_numbers
+from .metrics import Totals, numbers_of_test, step_line, summarise
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
 from .resume import position, take_over
 from .run_folder import RunFolder
@@ -320,12 +320,12 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         loads = loader(config, samples, pipe, ahead, folder=folder.path, tell=tell)
         judge = Judge(config, plan, tell=tell)
         judge.load(notes.get("judge"))
-        kept_best = {"best_step": judge.best_step if config.checkpoint.best else 0}
+        best_step = judge.best_step if config.checkpoint.best else 0
         with (
             JsonLog(path, tell=tell, first=pipe.num_steps) as metrics,
             SharesLog(pipe, folder.shares if first else None, tell=tell) as shares,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
-            Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell, **kept_best) as kept,
+            Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell, best_step=best_step) as kept,
             Asked(pipe, kept.now) as asked,
             contextlib.closing(loads) as batches,
         ):
@@ -334,7 +334,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
             see += [foretell(plan, tell), overrun(plan, tell)]
             see += [loggers.step, judge.step, kept.after, asked.after, shares.after]
-            log = [loggers.test, lambda step, results: metrics.amend(step, test_numbers(results))]
+            log = [loggers.test, lambda step, results: metrics.amend(step, numbers_of_test(results))]
             more = {"judge": judge, "see": see, "between": asked.between, "log": log, "note": tell}
             test = run_epochs(pipe, plan, config, ahead, batches, best=kept.best, **more)
     pipe.drain()

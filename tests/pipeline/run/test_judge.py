@@ -4,13 +4,16 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from commands import SMALL, lines, refusal, same_run, summary, train, trained
 
+from penstock import ConfigError
 from penstock.conf.parts import CheckpointConfig, EvalConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run.judge import NOT_FINITE, Judge
+from penstock.pipeline.run.training_loop import check_tests
 
 BEST = (
     f"{SMALL} batch_size=300 micro_batches=3 epochs=3 optimizer.lr=0.05 scheduler=none checkpoint.every=2"
@@ -71,13 +74,12 @@ def test_the_best_test_is_the_first_of_the_best(metric, results, best):
 
 @pytest.mark.parametrize(
     ("options", "at"),
-    [({}, 1), ({"nan": "warn"}, None), ({"streams": True}, 4)],
-    ids=["stop", "warn", "a stream that fills"],
+    [({}, 1), ({"nan": "warn"}, None), ({"streams": True}, 4), ({"loss_scale": "dynamic"}, 11)],
 )
 def test_a_loss_that_is_no_number_is_told_once_and_ends_a_run(options, at):
     told, ended = [], None
     ours = judge(told, **options)
-    for step, loss in enumerate((1.0, math.inf, *(math.nan,) * 8)):
+    for step, loss in enumerate((1.0, math.inf, *(math.nan,) * 12)):
         ours.step(SimpleNamespace(step=step, loss=loss))  # pyright: ignore[reportArgumentType]
         ended = step if ours.ended and ended is None else ended
     assert (ended, len(told)) == (at, 1)
@@ -103,5 +105,8 @@ def test_a_run_ends_after_tests_that_are_no_better(capfd):
     trained(f"{job} eval.patience=2 hydra.run.dir=run")
     assert [*losses_of_tests("run")] == [2, 4, 6]
     assert "no better test in the last 2: loss " in summary("run")["ended_early"]
+    nothing: Any = SimpleNamespace(test=None)
+    with pytest.raises(ConfigError, match=r"eval\.every=2 needs samples to test on"):
+        check_tests(TrainConfig(eval=EvalConfig(every=2)), nothing)
     streams = f"{job} schedule=async_1f1b checkpoint.best=loss hydra.run.dir=no"
     assert "checkpoint.best=loss depends on a test" in refusal(streams, capfd)

@@ -59,7 +59,6 @@ def test_runs_take_turns_for_their_first_epoch():
     for epoch in range(2):
         assert not core.has_turn(c, 4.0)
         core.begin(a, epoch, array("I", range(8)), array("I", range(8)), 4.0)  # nothing to measure
-    assert core.has_turn(c, 4.0)
     d = core.join(hello("d", num_samples=8), 5.0)
     core.use(c, NOWHERE, [1], 6.0)
     assert not core.has_turn(d, 65.0)
