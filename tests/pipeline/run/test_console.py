@@ -17,7 +17,7 @@ from rich.console import Console
 from penstock import ConfigError, PlanError
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run import console, early, logs, tables
-from penstock.pipeline.run.logs import JsonLog, Loggers
+from penstock.pipeline.run.logs import Loggers
 from penstock.pipeline.run.metrics import Totals, step_line, summarise
 from penstock.pipeline.runtime.report import StageReport, together
 
@@ -221,16 +221,6 @@ def test_a_line_holds_what_the_step_did_in_both_directions():
         "bytes_sent_forward": 40,
         "bytes_sent_backward": 60,
     }
-
-
-def test_the_file_has_a_line_a_step_as_soon_as_it_is_over_and_null_for_what_is_no_number(tmp_path):
-    path, found = tmp_path / "metrics.jsonl", []
-    with JsonLog(path) as metrics:
-        for step, loss in enumerate((1.5, float("nan"), 0.5)):
-            metrics.append(step_line(report(step, loss=loss)))
-            found = [json.loads(line) for line in path.read_text().splitlines()]
-            assert [one["step"] for one in found] == list(range(step + 1))
-    assert [one["loss"] for one in found] == [1.5, None, 0.5]
 
 
 def test_the_summary_adds_up_the_steps():

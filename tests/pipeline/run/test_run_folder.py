@@ -15,14 +15,13 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from cases import Case, pipeline_with_batches, plan_file
 from ranks import context
 from reference import same_tree
 from reports import PLAN
 
 import penstock
-from penstock import ConfigError, Plan, PlanError
+from penstock import ConfigError, Plan
 from penstock.conf.parts import CheckpointConfig
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run.checkpoints import Checkpoints
@@ -33,20 +32,6 @@ from penstock.stages.files import save_json
 @pytest.fixture
 def folder(tmp_path):
     return RunFolder(path=tmp_path / "run")
-
-
-def test_the_configuration_comes_back_as_it_was_saved(tmp_path):
-    folder = RunFolder(path=tmp_path)
-    config = TrainConfig(model={"_target_": "my.Net", "widths": [1, 2]}, stages=2, threads=3, max_steps=7)
-    config.clip.norm = 0.5
-    folder.save(config, PLAN)
-    again = folder.read_config()
-    assert again.versions["torch"] == str(torch.__version__)
-    assert again.settings["device"] == "cpu"
-    again.versions, again.settings = {}, {}
-    assert again == config
-    assert Plan.load(folder.plan) == PLAN
-    assert folder.plan_picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["summary.json", "model.safetensors"])
@@ -171,20 +156,6 @@ def test_what_ranks_are_told_lies_where_nobody_else_can_write(folder, tmp_path, 
         pass
 
 
-def test_what_failing_ranks_left_is_kept_in_the_run_folder(tmp_path):
-    folder = RunFolder(path=tmp_path)
-
-    def fail(errors):
-        errors.mkdir()
-        (errors / "rank0.json").write_text("{}")
-        raise PlanError(f"its traceback is in {errors / 'rank0.json'}")
-
-    with pytest.raises(PlanError) as failed, folder.private() as told:
-        fail(told.errors)
-    assert str(failed.value) == f"its traceback is in {folder.errors / 'rank0.json'}"
-    assert (folder.errors / "rank0.json").read_text() == "{}"
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -196,17 +167,6 @@ def test_what_failing_ranks_left_is_kept_in_the_run_folder(tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused_with_its_path(name, told, tmp_path):
     (tmp_path / "file").touch()
     refused(RunFolder(path=tmp_path / name), re.escape(f"{tmp_path / name} cannot be written {told}"))
-
-
-def test_a_folder_of_somebody_else_is_refused(folder, tmp_path):
-    tmp_path.chmod(0o500)
-    if root := os.geteuid() == 0:  # who may write everywhere
-        os.seteuid(65534)
-    try:
-        refused(folder, r"\(Permission denied\); make it writable")
-    finally:
-        if root:
-            os.seteuid(0)
 
 
 CASE = Case(model="mlp", cuts=2, optimizer="adamw", scheduler=True, steps=6)
@@ -347,15 +307,3 @@ def test_no_step_waits_for_the_disk_and_names_follow_their_bytes(tmp_path, monke
         ("sync", "part"), ("rename", "part"), ("sync", "step_00000001"), ("sync", "checkpoints"),
         ("sync", "index"), ("rename", "index"), ("sync", "step_00000001"),
     ]  # fmt: skip
-
-
-def test_one_of_this_moment_is_there_when_it_was_asked_for(tmp_path):
-    with Run(tmp_path, every=4) as run:
-        run.steps(2)
-        run.kept.now()
-        run.kept.now()
-        assert run.whole() == [2]
-        run.kept.after(run.pipe.step(*run.batches[2]))
-        run.kept.after(run.pipe.step(*run.batches[3]))
-        run.kept.now()
-        assert run.whole() == [2, 4]

@@ -12,7 +12,7 @@ from penstock.pipeline.schedules.async_1f1b import StreamState, between, stream
 from penstock.pipeline.schedules.building_blocks import placed, placement, stages_on
 from penstock.pipeline.schedules.custom import custom, show_programs
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program, show
-from penstock.pipeline.schedules.synchronous import interleaved, one_f_one_b, rounds
+from penstock.pipeline.schedules.synchronous import interleaved, one_f_one_b
 
 ALL = [name for name in SCHEDULES if name != "custom"]
 NEIGHBOURS = ("gpipe", "1f1b", "zb_h1", "async_1f1b")
@@ -77,14 +77,6 @@ def test_interleaved_with_one_stage_a_rank_is_1f1b():
         stages = [[rank] for rank in range(num_ranks)]
         for number in range(1, 12):
             assert interleaved(stages, number) == one_f_one_b(stages, number)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_backward_of_stage_0_stays_whole_since_nobody_waits_for_its_half(name):
-    for num_ranks in range(1, 6):
-        for number in range(1, 13):
-            program = SCHEDULES[name](laid(name, num_ranks), number)[0]
-            assert {each.op for each in program if each.stage == 0} <= {Op.F, Op.B, Op.U}
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
@@ -211,19 +203,6 @@ def test_stages_lie_as_neighbours_in_a_loop_or_in_a_vee():
     assert placement("dualpipev", stages=2, ranks=1) == (0, 0)
     assert placement("async_1f1b", stages=4, ranks=2) == placement("gpipe", stages=4, ranks=2) == (0, 0, 1, 1)
     assert stages_on((0, 1, 0, 2)) == [[0, 2], [1], [3]]
-
-
-def test_rounds_are_as_equal_as_can_be_and_no_shorter_than_the_ranks():
-    assert rounds(8, 4) == [4, 4]
-    assert rounds(11, 4) == [6, 5]
-    assert rounds(7, 4) == [7]
-    assert rounds(2, 4) == [2]
-    for ranks in range(1, 9):
-        for number in range(1, 40):
-            sizes = rounds(number, ranks)
-            assert sum(sizes) == number
-            assert max(sizes) - min(sizes) <= 1
-            assert min(sizes) >= min(ranks, number)
 
 
 @pytest.mark.parametrize(

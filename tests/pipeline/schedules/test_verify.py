@@ -249,26 +249,6 @@ instructions = st.one_of(
 )
 
 
-def test_an_instruction_is_written_as_stage_op_and_micro_batch():
-    written = {
-        "1F3": Instruction(1, Op.F, 3),
-        "12B0": Instruction(12, Op.B, 0),
-        "2I7": Instruction(2, Op.I, 7),
-        "2W7": Instruction(2, Op.W, 7),
-        "1U": Instruction(1, Op.U, None),
-    }
-    assert {str(each): each for each in written.values()} == written
-    assert {text: parse(text) for text in written} == written
-
-
-PROGRAMS = [parse_program("0F0 0F1 0B0 0U 0I1 0W1 0U"), parse_program("1F0 1B0 1U 1F1 1B1 1U")]
-
-
-def test_programs_are_written_one_line_a_rank():
-    assert show_programs(PROGRAMS) == "0F0 0F1 0B0 0U 0I1 0W1 0U\n1F0 1B0 1U 1F1 1B1 1U"
-    assert show_csv(PROGRAMS) == "0F0,0F1,0B0,0U,0I1,0W1,0U\n1F0,1B0,1U,1F1,1B1,1U\n"
-
-
 @given(st.lists(st.lists(instructions, min_size=1)))
 def test_programs_read_back_from_text_and_from_csv(programs):
     assert [parse_program(show(program)) for program in programs] == programs

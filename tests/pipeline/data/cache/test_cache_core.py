@@ -198,12 +198,6 @@ def test_pages_are_taken_once_and_side_by_side_where_they_are_free():
     assert list(pages.reserve(("d", 3), 30, b"").pages) == [0, 1, 4]
 
 
-@given(st.permutations(range(12)), st.integers(0, 60))
-def test_the_pieces_are_the_bytes_one_by_one(order, num_bytes):
-    slow = [order[at // 5] * 5 + at % 5 for at in range(num_bytes)]
-    assert [at for start, end in pieces(order, num_bytes, 5) for at in range(start, end)] == slow
-
-
 PAGE, NUM_SAMPLES = 8, 10
 JOBS = [("a", "d"), ("b", "d"), ("c", "e"), ("d", "c")]  # two share; one is called as somebody's data
 

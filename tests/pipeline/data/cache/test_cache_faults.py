@@ -213,34 +213,6 @@ def fill(one, indices):
     return one.store(indices, [payload(index) for index in indices])
 
 
-def test_a_killed_job_leaves_nothing_within_a_second(path):
-    def job(ready):
-        one = begun(path)
-        fill(one, [1, 2, 3])
-        workers = [FORK.Process(target=worker, args=(one, index)) for index in (4, 5)]
-        for process in workers:
-            process.start()
-        within(5, lambda: state(path)["entries"] == 5)
-        ready.set()
-        return one
-
-    def worker(one, index):
-        fill(one, [index])
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    with broker_process(path):
-        whole = state(path)["free_bytes"]
-        process = started(job)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        assert len(children) == 2
-        kill(process)
-        assert len(state(path)["jobs"]) == 1, "its workers are of the job, too"
-        for child in children:
-            os.kill(int(child), signal.SIGKILL)
-        within(SOON, lambda: state(path)["jobs"] == [])
-        assert state(path)["free_bytes"] == whole
-
-
 def test_a_worker_that_is_killed_while_it_reads_gives_its_pages_back(path):
     """A sample that is evicted while it is read: its pages are nobody's until the reader is gone, and then
     free.

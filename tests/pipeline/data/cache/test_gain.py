@@ -140,14 +140,6 @@ def test_s33_a_hit_gives_its_slot_to_the_pool_or_enters_the_other_half():
 # S35 - S37
 
 
-def test_s35_a_batch_that_has_what_it_wants_takes_no_slot():
-    kept, policy = gain(4, job("a", hidden=1.0))  # E = 1
-    assert kept.takes("a", 3)
-    assert not kept.takes("a", 1)  # in the same batch of the next epoch
-    assert kept.takes("a", 0)
-    assert state(policy, "a") == (2, 0, {2: 1, 3: 1})
-
-
 def test_s35_a_request_is_given_what_the_pool_still_has_and_with_an_empty_one_an_own_idle_slot():
     kept, policy = gain(2.5, job("a", epoch=1.0), job("b", epoch=4.0))
     fill(kept, "a", [0])
@@ -181,22 +173,6 @@ def test_s11_a_share_is_the_part_of_a_job_and_the_others_have_the_rest():
     assert [kept.takes("a", index) for index in (0, 1, 2)] == [True] * 3
     assert kept.takes("b", 0)
     assert not kept.takes("b", 2)  # its batch has one, and half of one is due
-
-
-def test_s37_the_first_of_the_list_has_nobody_to_ask():
-    kept, policy = gain(1, job("a", epoch=1.0), job("b", epoch=1.0))
-    assert kept.takes("b", 0)
-    assert not kept.takes("a", 1)
-    assert kept.entries == {("b", 0): 10}
-    assert policy.pool == 0
-
-
-def test_s37_a_neighbour_gives_an_idle_slot_first():
-    kept, policy = gain(4, job("a", epoch=1.0), job("b", epoch=4.0))
-    assert kept.takes("a", 0)  # takes all four, uses one
-    assert kept.takes("b", 0)
-    assert (state(policy, "a"), state(policy, "b")) == ((0, 2, {3: 1}), (0, 0, {3: 1}))
-    assert kept.entries == {("a", 0): 10, ("b", 0): 10}
 
 
 def test_s37_a_neighbour_without_one_gives_a_random_sample_and_its_batch_counts_less():
