@@ -75,6 +75,7 @@ from .runtime.device_placement import (
     values_of,
 )
 from .runtime.engine import Engine
+from .runtime.evaluation import Means, Metrics, check_metrics, pairs
 from .runtime.failures import Failures, Interrupts, held
 from .runtime.guards import Guards
 from .runtime.load_balancing import NONE, LoadBalancer, Seconds, Shares, check_asked
@@ -480,10 +481,28 @@ class Pipeline:
 
     @held
     @torch.inference_mode(False)  # its tensors could not be packed
-    def evaluate(self, inputs: Any) -> Any:
+    def evaluate(self, inputs: Any, *, metrics: Metrics | None = None) -> Any:
         """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None.
 
-        What is in flight is finished first."""
+        With ``metrics`` the mean of each over the samples of all batches, on every rank. What is in flight is
+        finished first.
+
+        Args:
+            inputs: Those of one batch; with ``metrics`` batches, each a pair of inputs and targets.
+            metrics: By name, functions of outputs and targets that return a number; the rank of the last
+                stage calls them.
+
+        Raises:
+            ConfigError: A metric fails, or there is no batch; on every rank.
+        """
+        if metrics is not None:
+            check_metrics(metrics)
+            means = Means(metrics)
+            for given, targets in pairs(inputs):
+                if (outputs := self.evaluate(given)) is not None:
+                    means.add(outputs, targets, self.call.samples_of(self.call.tensors(given)))
+            source = 0 if self.world.is_alone else self.plan.owner(-1)
+            return means.on_all_ranks(self.world, self.agreement, source=source)
         self.drain()
         self.failures.check()
         with self.same.batch("evaluation", self.same.counts["evaluation"]):

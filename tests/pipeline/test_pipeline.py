@@ -145,6 +145,47 @@ def test_sizes_that_cannot_be_told_without_running_are_recorded():
         assert pipe.step(x, y).num_samples == samples
 
 
+def accuracy(outputs, targets):
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def test_metrics_are_means_over_samples_on_every_rank():
+    def tests(world=None):
+        pipe = small(models[-1 if world is None else world.rank], world=world)
+        return pipe.evaluate(iter(batches), metrics={"loss": cross_entropy, "accuracy": accuracy})
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    models = [copy.deepcopy(model) for _ in range(3)]
+    batches = [(torch.randn(n, 6), torch.randint(3, (n,))) for n in (5, 2, 1)]
+    x, y = map(torch.cat, zip(*batches, strict=True))
+    outputs = model.eval()(x).detach()
+    for found in (tests(), *penstock.in_threads(tests, ranks=2)):
+        assert found["loss"] == pytest.approx(float(cross_entropy(outputs, y)), rel=1e-6)
+        assert found["accuracy"] == pytest.approx(float(accuracy(outputs, y)))
+
+
+def test_what_is_wrong_with_metrics_is_said_on_every_rank():
+    x, y = torch.randn(4, 6), torch.randint(3, (4,))
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    for given, metrics, said in [
+        ([(x, y)], {}, "functions of outputs and targets, by name"),
+        ([(x, y)], {"own": 1}, "functions of outputs and targets, by name"),
+        ([x], {"own": accuracy}, r"\(inputs, targets\), found a Tensor"),
+        ([(x, y, y)], {"own": accuracy}, "found a tuple of 3"),
+        ([], {"own": accuracy}, "found none"),
+        ([(x, y), (x, y)], {"own": max}, r"metrics\['own'\]"),
+    ]:
+        models = [copy.deepcopy(model) for _ in range(2)]
+
+        def tests(world, models=models, given=given, metrics=metrics, said=said):
+            pipe = small(models[world.rank], world=world, deadline=20)
+            with pytest.raises(penstock.PenstockError, match=said):
+                pipe.evaluate(given, metrics=metrics)
+            return pipe.evaluate(x) is None
+
+        assert penstock.in_threads(tests, ranks=2) == [True, False]
+
+
 def test_the_timeline_has_every_instruction_in_order():
     pipe, _, batches = made("mlp", cuts=2)
     pipe.step(*batches[0])

@@ -1,0 +1,71 @@
+"""Metrics of a test: computed by the rank that has the outputs, batch by batch, and given to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...compression.errors import ConfigError, PenstockError
+from ..distributed.process_group import World
+from .agreement import Agreement
+
+Metrics = Mapping[str, Callable[[Any, Any], Any]]
+
+
+def check_metrics(metrics: Metrics) -> None:
+    """Raise ConfigError unless ``metrics`` are functions by name."""
+    if not (isinstance(metrics, Mapping) and metrics and all(map(callable, metrics.values()))):
+        rule = "metrics are functions of outputs and targets, by name"
+        raise ConfigError(f"{rule}, found {metrics!r}; pass metrics={{'accuracy': accuracy}}")
+
+
+def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield inputs and targets of each batch.
+
+    Raises: ConfigError: a batch is something else, or there is none."""
+    batch = None
+    for batch in batches:
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            found = f"a {type(batch).__name__}" + f" of {len(batch)}" * isinstance(batch, (tuple, list))
+            raise ConfigError(f"with metrics a batch is (inputs, targets), found {found}; pass pairs")
+        yield batch[0], batch[1]
+    if batch is None:
+        raise ConfigError("metrics are means over one batch or more, found none; pass batches of a test")
+
+
+class Means:
+    """The mean of each metric over the samples of all batches.
+
+    An error of a metric waits until all batches are through: the other ranks count on this one."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        """Begin with no batch."""
+        self._metrics, self._sums, self._num_samples = metrics, [0.0] * len(metrics), 0
+        self._error: PenstockError | None = None
+
+    def add(self, outputs: Any, targets: Any, num_samples: int) -> None:
+        """Count a batch."""
+        self._num_samples += num_samples
+        for number, (name, metric) in enumerate(self._metrics.items()):
+            if self._error is None:
+                try:
+                    with torch.no_grad():
+                        self._sums[number] += float(metric(outputs, targets)) * num_samples
+                except Exception as error:
+                    said = f"found {type(error).__name__}: {error}"
+                    rule = f"a metric returns one number for a batch, {said} of metrics[{name!r}]"
+                    self._error = ConfigError(f"{rule}; try it on the outputs of pipe.evaluate(inputs)")
+                    self._error.__cause__ = error
+
+    def on_all_ranks(self, world: World, agreement: Agreement, *, source: int) -> dict[str, float]:
+        """Return the means, which rank ``source`` has; collective.
+
+        Raises: ConfigError: a metric failed."""
+        at = "the metrics of a test"
+        with agreement.all_or_none(at):
+            if self._error is not None:
+                raise self._error
+        means = [total / max(1, self._num_samples) for total in self._sums]
+        return dict(zip(self._metrics, world.all_gather(means, at=at)[source], strict=True))
