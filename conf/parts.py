@@ -47,7 +47,7 @@ class MemoryConfig:
         weights: where older versions of the weights stay until they are read: device, packed, host or disk
         parameters: where parameters and their optimizer state are while no layer reads them: the same
         prefetch_layers: so many layers ahead of a backward, what it reads is brought back from its tier; auto
-        writeout_layers: what the next so many layers do not read leaves for its tier; auto
+        writeout_layers: what the next so many layers read stays, of what is saved and of parameters; auto
         path: folder of the file of the tier disk; null: the run folder
         disk: most bytes of that file on a rank, for example 20GiB; 0: no disk; null: unlimited
     """

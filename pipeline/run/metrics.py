@@ -31,7 +31,7 @@ EXCHANGED = {"bytes_exchanged": "exchanged_bytes"}
 SUMS = SENT | SAVED | EXCHANGED | SECONDS  # what is written of a stage, and what its report calls it
 MOST = (
     "live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes", "device_bytes",
-    *OF_TIERS,
+    "slots_bytes", "slots_live_bytes", *OF_TIERS,
 )  # fmt: skip
 OF_ALL_STAGES = ("num_steps", "num_samples", "seconds", "loss")
 
@@ -234,6 +234,8 @@ def tier_rows(
             waited = [total for n, total in ours.items() if _waits_for(plan.stages[n]) == tier != "device"]
             row["exposed_seconds"] = sum(total["exposed_seconds"] for total in waited)
             row["held_up_seconds"] = first["held_up_seconds"] if tier == "device" else 0.0
+            slots = ("slots_bytes", "slots_live_bytes")
+            row |= {name: first[name] if tier == "device" else 0 for name in slots}
             row["budget_bytes"] = _budget(plan, ours) if tier == "device" else None
             rows.append(row)
     return rows

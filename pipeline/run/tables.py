@@ -80,8 +80,12 @@ def tier_table(summary: Mapping[str, Any]) -> Table | None:
         )
         sizes = [_bytes(row[f"{name}_bytes"]) for name in ("budget", "predicted_peak", "peak")]
         waits = ("-", held_up) if on_device else (exposed, "-")
-        rows.append((str(row["rank"]), row["tier"], *sizes, moved, *waits))
-    return table(("rank", "tier", "budget", "predicted", "held", "moved -> kept", "exposed", "held up"), rows)
+        rows.append([str(row["rank"]), row["tier"], *sizes, moved, *waits])
+        if placed := row.get("slots_bytes", 0):
+            rows[-1].append(f"{show_bytes(placed)} ({placed / row['slots_live_bytes']:.2f}x)")
+    names = ("rank", "tier", "budget", "predicted", "held", "moved -> kept", "exposed", "held up", "slots")
+    widest = max(map(len, rows))
+    return table(names[:widest], [row + [""] * (widest - len(row)) for row in rows])
 
 
 def _is_worth_a_table(tiers: Iterable[str], *budgets: int | None) -> bool:

@@ -109,6 +109,8 @@ class Engine:
             # 3. Wait for what was sent.
             instruction = None
             self.frames.end(step)
+            if fetches:
+                self.memory.end()
         except BaseException as error:
             self._fail(step, instruction, error)
         self.meter.end()

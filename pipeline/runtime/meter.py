@@ -205,13 +205,14 @@ class Usage:
             stays = self._stays(stage) + report.versions_bytes
             report.peak_bytes = stays + moved + saved
             fixed += stays
-        fixed += self.pool.num_bytes
+        fixed += self.pool.num_bytes + self.tiers.slots_bytes
         grew = max(0, fixed - self.tiers.fixed)  # by what an optimizer made at its first step, and frames
         peaks = self.tiers.peaks
         for report in reports.values():
             report.device_tier, report.packed_tier = peaks["device"] + kept, peaks["packed"]
             report.host_tier, report.disk_tier, report.grew_bytes = peaks["host"], peaks["disk"], grew
             report.held_up_seconds = self.tiers.seconds_waited - self.waited
+            report.slots_bytes, report.slots_live_bytes = self.tiers.slots_bytes, self.tiers.slots_live_bytes
         self.waited = self.tiers.seconds_waited
         self.tiers.fix(fixed)
         self.tiers.begin()

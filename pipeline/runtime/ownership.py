@@ -142,9 +142,7 @@ def make_stages(
     Args:    memory: the thread that moves what their forwards save.
              stores: what all stores of this process are opened with."""
     mirrors = {
-        index: mirror_of(
-            index, own, model=model, plan=plan, steps=steps, stores=stores, ahead=memory.turns_ahead
-        )
+        index: mirror_of(index, own, model=model, plan=plan, steps=steps, stores=stores, memory=memory)
         for index in own.here
     }
     return {
@@ -209,9 +207,9 @@ def mirror_of(
     plan: Plan,
     steps: Steps,
     stores: StoreOptions,
-    ahead: int,
+    memory: MemoryThread,
 ) -> OffloadedParameters | None:
-    """The mirror of the parameters of a stage, which come ``ahead`` turns early; None where they stay."""
+    """The mirror of the parameters of a stage, which come and go as ``memory`` says; None where they stay."""
     tier = plan.stages[index].parameters_tier
     if tier == "device":
         return None
@@ -233,6 +231,7 @@ def mirror_of(
         packs=tier == "packed",
         min_bytes=LEAST_MIRRORED,
         weights_first=plan.weights_first,
-        ahead=ahead,
+        ahead=memory.turns_ahead,
+        stays=memory.turns_staying,
         prefetches=plan.stages[index].prefetches,
     )

@@ -29,9 +29,12 @@ class StageReport:
 
     Of all stages of ``rank`` together: the most bytes that each tier had in the step, on a CPU its device
     (``device_tier``) with the frames that lie there; ``grew_bytes``: what of it was new when the step ended
-    and stays; ``held_up_seconds``: waited for room. ``exchanged_bytes``: gradients and parameters that
-    replicas gave each other. ``exposed_seconds``: a backward waited for what its
-    stage had moved away. ``worked_seconds``: those of ``compute_seconds`` that are of micro-batches."""
+    and stays; ``held_up_seconds``: waited for room; ``slots_bytes``: of the slots into which what was saved
+    comes back, and ``slots_live_bytes``: the most of them that are in use at once.
+
+    ``exchanged_bytes``: gradients and parameters that replicas gave each other. ``exposed_seconds``: a
+    backward waited for what its stage had moved away. ``worked_seconds``: those of ``compute_seconds`` that
+    are of micro-batches."""
 
     rank: int = 0
     forward_raw: int = 0
@@ -51,6 +54,8 @@ class StageReport:
     host_tier: int = 0
     disk_tier: int = 0
     grew_bytes: int = 0
+    slots_bytes: int = 0
+    slots_live_bytes: int = 0
     held_up_seconds: float = 0.0
     exposed_seconds: float = 0.0
     compute_seconds: float = 0.0

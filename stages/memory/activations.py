@@ -182,4 +182,6 @@ class SavedActivations(KeepOnDevice):
         layer = run.number(storage.views[number].layer)
         if layer != run.reading:
             self._thread.reads(run, layer)
+        if storage.state == "offloaded":
+            self._thread.asked_for(run, storage)
         return self._packer.read(storage, number, writes)

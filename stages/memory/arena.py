@@ -6,8 +6,9 @@ lent, gets a buffer of a pool instead, and is counted. What was repeated often e
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -28,25 +29,50 @@ class Lifetime(NamedTuple):
 def place(buffers: Sequence[tuple[int, int, int]]) -> list[int]:
     """Offsets at which no two buffers overlap in time and in place, greedily.
 
-    Each buffer in turn gets the lowest offset that is free as long as it lives: the largest first, of one
-    size those that go last. Buffers of one size take what lives at once; the steps of six networks end within
-    2 % of it.
+    Each buffer in turn gets the lowest offset that is free as long as it lives: in three orders, of which the
+    best counts. No order is good for all networks, but each of six has one that takes what lives at once.
 
     Args:    buffers: (lower, upper, size) each, ``upper`` exclusive and above ``lower``.
     Returns: the offsets in the order given, in the unit of the sizes.
     """
-    offsets, placed = [0] * len(buffers), list[tuple[int, int, int, int]]()
-    for index in sorted(range(len(buffers)), key=lambda n: (-buffers[n][2], -buffers[n][1])):
+    orders = (
+        lambda one: (-one[2], -one[1]),  # the largest first, of one size those that go last
+        lambda one: (-one[2], one[0]),  # or those that come first
+        lambda one: (-one[1], -one[2]),  # those that go last first
+    )
+    least, best, live = -1, list[int](), max_live(buffers)
+    for order in orders:
+        found = _in_order(buffers, sorted(range(len(buffers)), key=lambda n, order=order: order(buffers[n])))
+        end = max((start + size for start, (*_, size) in zip(found, buffers, strict=True)), default=0)
+        if least < 0 or end < least:
+            least, best = end, found
+        if least <= live:
+            break
+    return best
+
+
+def _in_order(buffers: Sequence[tuple[int, int, int]], order: Iterable[int]) -> list[int]:
+    length = 1 + sum(upper - lower for lower, upper, _ in buffers) // max(1, len(buffers))
+    offsets, by_time = [0] * len(buffers), defaultdict[int, set[tuple[int, int, int, int]]](set)
+    for index in order:
         lower, upper, size = buffers[index]
+        times = [by_time[time] for time in range(lower // length, (upper - 1) // length + 1)]
         start = 0
-        for low, high, first, last in placed:  # by offset
+        for low, high, first, last in sorted(set[tuple[int, int, int, int]]().union(*times)):
             if first < upper and lower < last:
                 if low - start >= size:
                     break
                 start = max(start, high)
         offsets[index] = start
-        bisect.insort(placed, (start, start + size, lower, upper))
+        for placed in times:  # a buffer is looked at only by those that live near it
+            placed.add((start, start + size, lower, upper))
     return offsets
+
+
+def max_live(buffers: Sequence[tuple[int, int, int]]) -> int:
+    """Return the most bytes that are there at once: no placement has fewer."""
+    changes = sorted(change for low, up, size in buffers for change in ((low, size), (up, -size)))
+    return max(itertools.accumulate(change for _, change in changes), default=0)
 
 
 class Arena(Pool):

@@ -128,7 +128,9 @@ class Tiers:
 
     Attributes: device: all tensor bytes that are counted: those that never leave, what forwards saved,
                         parameters that come and go, and the frames of other tiers that lie there.
-                leaving: of these, what is on its way out."""
+                leaving: of these, what is on its way out.
+                slots_bytes: of the allocation of ``Slots``, which never leaves; slots_live_bytes: the most of
+                it that is in use at once."""
 
     def __init__(self, *, device: Limit = None, host: Limit = None, on_gpu: bool = False) -> None:
         """Limits in bytes; the disk keeps its own, by the bytes of its file."""
@@ -140,6 +142,7 @@ class Tiers:
         self._named: dict[str, ByteCounter] = dict(zip(NAMES, counters, strict=True))
         self._fixed = Share(self.device)
         self.seconds_waited = 0.0
+        self.slots_bytes = self.slots_live_bytes = 0
 
     def named(self, tier: str) -> ByteCounter:
         """The counter of a tier by its name."""
@@ -183,7 +186,8 @@ class MemoryOptions:
     """Options of a rank for what leaves it for a while; no bit depends on them, and ranks may differ.
 
     ``prefetch_layers``: what is read within so many layers of the program is brought back;
-    ``writeout_layers``: what is not read within so many leaves. None: as far ahead as is of use.
+    ``writeout_layers``: what is not read within so many leaves; parameters of the last so many layers of a
+    forward stay for its backward, where there is no limit. None: as far ahead as is of use.
     ``host``: the most bytes of the tier ``host``, as ``"8GiB"``; None: no limit.
     Raises:  ConfigError: not a count. PlanError: no size in bytes."""
 

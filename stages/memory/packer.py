@@ -46,6 +46,7 @@ from .copy_stream import CopyStream, CudaCopyStream
 from .saved_storage import (
     Bytes,
     SavedStorage,
+    Space,
     TensorView,
     WriteCounter,
     bytes_around,
@@ -69,7 +70,7 @@ class Compact(NamedTuple):
     """A compact form of a storage: one row of fewer bytes, and how they become the storage again."""
 
     tensor: Tensor
-    expand: Callable[[Tensor], Bytes]
+    expand: Callable[[Tensor, Space], Bytes]
 
 
 class LayerAwareCompressor:
@@ -114,7 +115,7 @@ def shape_alone(flat: Tensor) -> Compact:
     return Compact(flat[:0].view(torch.uint8), functools.partial(_zeros, flat.nbytes, flat.data_ptr() % 64))
 
 
-def _zeros(num_bytes: int, address: int, nothing: Tensor) -> Bytes:
+def _zeros(num_bytes: int, address: int, nothing: Tensor, space: Space) -> Bytes:
     """Return zeros, in pages that the system gives out when they are first touched: never."""
     storage = torch.zeros(num_bytes + 64, dtype=torch.uint8).untyped_storage()
     return Bytes(storage, (address - storage.data_ptr()) % 64)
@@ -136,8 +137,14 @@ def _bitmap(is_high: Tensor, flat: Tensor, low: Tensor, high: Tensor) -> Compact
     return Compact(bits, functools.partial(_from_bitmap, flat.numel(), low, high, flat.data_ptr() % 64))
 
 
-def _from_bitmap(num_elements: int, low: Tensor, high: Tensor, address: int, bits: Tensor) -> Bytes:
-    found = new_bytes(num_elements * low.itemsize, address)
+def _from_bitmap(
+    num_elements: int, low: Tensor, high: Tensor, address: int, bits: Tensor, space: Space
+) -> Bytes:
+    memory = space()
+    if memory is None:
+        found = new_bytes(num_elements * low.itemsize, address)
+    else:
+        found = Bytes(memory.untyped_storage(), address, in_slot=True)
     is_high = torch.from_numpy(np.unpackbits(bits.numpy(), count=num_elements, bitorder="little"))
     row_view(num_elements, low.dtype).over(found).copy_(torch.where(is_high.view(torch.bool), high, low))
     return found
@@ -145,7 +152,7 @@ def _from_bitmap(num_elements: int, low: Tensor, high: Tensor, address: int, bit
 
 FOR_SAVED = "zero_value+exponent"  # "auto": at memory speed, either where a sample says that it pays
 WORTH = 16 / 15  # raw bytes per byte of frame from which on it is worth to unpack again
-Restore = Callable[[Tensor], Bytes]
+Unpack = Callable[[Tensor, Space], Bytes]  # a frame to the bytes of its storage
 Compress = Callable[[Tensor, Sequence[TensorView]], Compact | None]
 
 
@@ -292,13 +299,15 @@ class SavedTensorPacker:
             wire = wire.frame.release()
         if storage is None:
             return
-        frame, restore = None, functools.partial(bytes_around, 0)
+        frame, unpack = None, functools.partial(_as_it_was, 0)
         if wire is not None:
-            frame, restore = wire.frame, functools.partial(bytes_around, wire.view.start)
+            frame, unpack = wire.frame, functools.partial(_as_it_was, wire.view.start)
         elif flat is not None:
             with storage.stream.run(storage.event):
-                compact = compress(flat, storage.views) or Compact(flat, restore)
-                frame, restore = self._frame(storage, compact.tensor), compact.expand
+                compact = compress(flat, storage.views)
+                frame = self._frame(storage, flat if compact is None else compact.tensor)
+                if compact is not None:
+                    unpack = functools.partial(_expanded, compact.expand)
             self.counts.num_packs += frame is not None
         if frame is not None:
             key, num_bytes = storage.key, frame.num_bytes
@@ -309,9 +318,9 @@ class SavedTensorPacker:
             frame = frame if admitted else frame.release()
         if frame is None:
             return self._keep(storage)
-        self.io.submit(functools.partial(self._put, storage, frame, restore))
+        self.io.submit(functools.partial(self._put, storage, frame, unpack))
 
-    def _put(self, storage: SavedStorage, frame: Frame, restore: Restore) -> None:
+    def _put(self, storage: SavedStorage, frame: Frame, unpack: Unpack) -> None:
         if storage.state != "evicting":  # wanted again or dropped, while the frame was queued
             frame.release()
             return self._keep(storage)
@@ -322,18 +331,16 @@ class SavedTensorPacker:
             self._keep(storage)
             raise
         self._count(storage, frame.num_bytes)
-        if not storage.stored(functools.partial(self._load, storage.key, storage.stream, restore)):
+        if not storage.stored(functools.partial(self._load, storage.key, storage.stream, unpack)):
             self.store.drop(storage.key)
 
-    def _load(self, key: object, stream: CopyStream, restore: Restore) -> Bytes:
+    def _load(self, key: object, stream: CopyStream, unpack: Unpack, space: Space) -> Bytes:
         """Decode the frame of a storage; the store keeps it, so that a graph can be walked once more."""
         with stream.run():
             frame = self.store.get(key)
-            tensor = decode(frame.buffer[: frame.num_bytes])
-            assert tensor is not None, "a storage has a tensor"
             with self._counting:
                 self.counts.num_unpacks += 1
-            return restore(tensor)
+            return unpack(frame.bytes, space)
 
     def _keep(self, storage: SavedStorage | None) -> None:
         if storage is None:
@@ -367,6 +374,23 @@ class SavedTensorPacker:
         with self._counting:
             self.counts.bytes_raw += storage.num_bytes
             self.counts.bytes_kept += kept
+
+
+def _as_it_was(start: int, frame: Tensor, space: Space) -> Bytes:
+    """Decode the frame of a storage from byte ``start`` on."""
+    memory = space()
+    return bytes_around(start, _decoded(frame, memory))._replace(in_slot=memory is not None)
+
+
+def _expanded(expand: Callable[[Tensor, Space], Bytes], frame: Tensor, space: Space) -> Bytes:
+    """Decode the frame of a compact form."""
+    return expand(_decoded(frame), space)
+
+
+def _decoded(frame: Tensor, memory: Tensor | None = None) -> Tensor:
+    tensor = decode(frame, memory)
+    assert tensor is not None, "a storage has a tensor"
+    return tensor
 
 
 def _bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:

@@ -487,7 +487,7 @@ class OffloadedParameters:
 
     def __init__(
         self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int,
-        weights_first: bool = False, ahead: int = 1, prefetches: bool = True,
+        weights_first: bool = False, ahead: int = 1, stays: int = 0, prefetches: bool = True,
     ) -> None:  # fmt: skip
         """Begin with all of them near.
 
@@ -495,9 +495,10 @@ class OffloadedParameters:
                  packs: they are packed where that pays.
                  min_bytes: smaller ones stay near, as smaller tensors of an optimizer do.
                  weights_first: a backward reads a parameter again after its gradient was computed.
-                 ahead: number of turns that are brought ahead.
+                 ahead: number of turns that are brought ahead; stays: of the last ones of a forward that do
+                 not leave before the backward reads them, unless another forward comes first.
                  prefetches: there is room for any; else each comes when the one before has left."""
-        self._weights_first, self._ahead = weights_first, ahead * prefetches
+        self._weights_first, self._ahead, self._stays = weights_first, ahead * prefetches, stays * prefetches
         self._most_resident = RESIDENT_LAYERS if prefetches else 1
         self.frames, self._min_bytes = TensorStore(store, packs=packs), min_bytes
         self._all: dict[int, EvictableParameter] = {}
@@ -563,7 +564,7 @@ class OffloadedParameters:
         if done is None:
             self.settle()
         for one in self._by_layer.get(done.name, ()) if done is not None else ():
-            if one not in wanted:
+            if one not in wanted and one.turn < len(self.turns) - self._stays:
                 self._evict(one)
         self._note()
         self._walks = following is not None
@@ -621,9 +622,9 @@ class OffloadedParameters:
 
     def _ensure_resident(self, one: EvictableParameter) -> None:
         """Bring what a backward reads; what was near longest leaves."""
-        if one.is_resident:
-            return
         is_next = not self._walks and one.turn not in self._recent
+        if one.is_resident and not is_next:
+            return
         if is_next and len(self._recent) == self._most_resident:
             last = self._recent.pop(0)
             for other in [other for other in self._resident if other.turn == last]:

@@ -28,11 +28,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...compression.buffers import Frame
+from ..device import is_gpu
 from ..tracing.layers import Layer
 from ..worker import Worker
 from .byte_budget import NO_OPTIONS, PREFETCH_LAYERS, MemoryOptions, Tiers
 from .packer import LayerAwareCompressor, SavedTensorPacker, WireFrame
 from .saved_storage import SavedStorage
+from .slots import Slots
 
 NEVER = 1 << 62  # not in this program: in a later step, or nobody knows
 
@@ -123,6 +125,7 @@ class SavedRun:
 
     def add(self, storage: SavedStorage) -> None:
         """A storage whose first tensor was saved now."""
+        storage.number = len(self._keys)
         self._keys.append(storage.key)
         self.waiting[storage.key] = weakref.ref(storage)
 
@@ -151,6 +154,10 @@ class SavedRun:
     def first_read(self, storage: SavedStorage) -> int:
         """The number of the last layer that saved a part of ``storage``: its backward comes first."""
         return max(self._numbers.get(view.layer, 0) for view in list(storage.views))
+
+    def last_read(self, storage: SavedStorage) -> int:
+        """The number of the first layer that saved a part of ``storage``: its backward comes last."""
+        return min(self._numbers.get(view.layer, 0) for view in list(storage.views))
 
     def number(self, layer: Layer | None) -> int:
         """The number of a layer of the stage, in running order."""
@@ -216,8 +223,11 @@ class MemoryThread:
         tiers: Tiers | None = None,
     ) -> None:
         self.tiers = tiers or Tiers()
+        self.slots = Slots(self.tiers)
         self._prefetch = PREFETCH_LAYERS if options.prefetch_layers is None else options.prefetch_layers
         self.turns_ahead = 1 if options.prefetch_layers is None else options.prefetch_layers
+        is_limited = self.tiers.device.limit is not None  # then what has no room leaves
+        self.turns_staying = 0 if is_limited else options.writeout_layers or 0
         self._writeout = self._prefetch if options.writeout_layers is None else options.writeout_layers
         self._num_layers = num_layers
         self._worker = Worker("penstock-memory-thread", depth=2)
@@ -233,8 +243,13 @@ class MemoryThread:
         """A step begins that runs ``program``."""
         if tuple(program) != self._timeline.program:  # most steps run that of the one before
             self._timeline = Timeline(program, self._num_layers)
+            self.slots.clear()
         self._step += 1
         self._start = self._now = 0
+
+    def end(self) -> None:
+        """A step ended."""
+        self.slots.place()
 
     def at(self, number: int) -> None:
         """Pass ``number`` of the program begins."""
@@ -267,6 +282,10 @@ class MemoryThread:
         run.reading = layer
         self._come_to(run, layer, reads=True)
 
+    def asked_for(self, run: SavedRun, storage: SavedStorage) -> None:
+        """The backward of ``run`` reads ``storage``, which nothing has brought."""
+        self._set_aside(run, storage, self._timeline, self._start)
+
     def closed(self) -> None:
         """A forward is over; waits while more waits to be packed than memory should hold."""
         self._queue(None, decide=True)
@@ -289,6 +308,7 @@ class MemoryThread:
     def close(self) -> None:
         """End the thread."""
         self._worker.close()
+        self.slots.clear()
 
     def _come_to(self, run: SavedRun, layer: int, *, reads: bool) -> None:
         """Queue the layer; wait while the device is full."""
@@ -406,7 +426,21 @@ class MemoryThread:
                         run.packer.bring(batch)
                         return
                     storage.transition("resident", only_from="evicting")
+                    if storage.state == "offloaded":
+                        self._set_aside(run, storage, timeline, start)
                     if storage.transition("loading", only_from="offloaded"):
                         coming += storage.num_bytes
                         batch.append(left.storage)
             run.packer.bring(batch)
+
+    def _set_aside(self, run: SavedRun, storage: SavedStorage, timeline: Timeline, start: int) -> None:
+        """Give ``storage`` a slot in the pass that begins at ``start``.
+
+        A limit leaves no room for slots, and on a GPU torch's allocator keeps memory itself."""
+        if self.tiers.device.limit is not None or is_gpu(storage.device):
+            return
+        first = timeline.position(start, run.stage, run.first_read(storage), reads=True)
+        last = timeline.position(start, run.stage, run.last_read(storage), reads=True)
+        lower = first - max(self._prefetch, SOON)
+        key = start, run.stage, storage.number
+        storage.space = functools.partial(self.slots.take, key, lower, last + 1, storage.num_bytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,10 +30,22 @@ from .copy_stream import CopyStream
 
 
 class Bytes(NamedTuple):
-    """Bytes of a saved storage: byte 0 is at ``origin`` in ``storage`` (may be negative)."""
+    """Bytes of a saved storage: byte 0 is at ``origin`` in ``storage`` (may be negative).
+
+    ``in_slot``: of ``Slots``, which counts them."""
 
     storage: torch.UntypedStorage
     origin: int
+    in_slot: bool = False
+
+
+Space = Callable[[], Tensor | None]
+"""Takes the memory that was set aside for a storage, 1-D uint8 at a multiple of 64; None: there is none."""
+Restore = Callable[[Space], Bytes]
+
+
+def no_space() -> None:
+    """Nothing was set aside."""
 
 
 class TensorView(NamedTuple):
@@ -175,6 +187,8 @@ class WriteCounter:
 class SavedStorage:
     """The bytes of one storage, and the saved tensors that view it; it lives as long as the graph.
 
+    ``number``: among those that its forward saved; ``space``: takes the memory that is set aside for it.
+
                      offload                        stored
         +-----------------------> evicting -----------------------+
         |                             |                           v
@@ -210,6 +224,7 @@ class SavedStorage:
                  tiers: count its bytes while they are in memory."""
         storage = tensor.untyped_storage()
         self.key, self.previous, self.stream = object(), previous, stream
+        self.number, self.space = 0, cast("Space", no_space)
         self.num_bytes, self._pointer = storage.nbytes(), storage.data_ptr()
         self.dtype, self.device = tensor.dtype, tensor.device
         self.original = StorageWeakRef(storage)  # while this lives, its number is not given to another
@@ -218,11 +233,12 @@ class SavedStorage:
         self.state: StorageState = "resident"
         self._lock, self._tiers = threading.RLock(), tiers or Tiers()
         self._bytes: Bytes | None = None
+        self._counted = 0
         self._has(Bytes(storage, 0))
-        self._last = self.original, 0  # where the bytes were when they were last in memory
+        self._last = self.original, 0, False  # where the bytes were when they were last in memory
         self._unread: set[int] = set()
         self._given_up: set[int] = set()
-        self._restore: Callable[[], Bytes] | None = None  # from the store; None: it was never stored
+        self._restore: Restore | None = None  # from the store; None: it was never stored
 
     def add(self, tensor: Tensor, layer: Layer | None) -> int:
         """Add one more saved tensor that views this storage; returns its number."""
@@ -269,10 +285,10 @@ class SavedStorage:
             self._tiers.leaving.add(self.num_bytes * ((state == "evicting") - (before == "evicting")))
             return True
 
-    def stored(self, restore: Callable[[], Bytes]) -> bool:
+    def stored(self, restore: Restore) -> bool:
         """The store has its frame: evicting -> offloaded; if it was wanted meanwhile, it stays resident.
 
-        Args:    restore: brings the bytes back.
+        Args:    restore: brings the bytes back, into memory that was set aside, where there is some.
         Returns: whether the frame is of use; not if the storage was dropped meanwhile."""
         with self._lock:
             self.transition("offloaded", only_from="evicting")
@@ -309,8 +325,9 @@ class SavedStorage:
 
     def _has(self, found: Bytes | None) -> None:
         """Have these bytes in memory, or none; counted."""
-        before, self._bytes = self._bytes, found
-        self._tiers.device.add(self.num_bytes * ((found is not None) - (before is not None)))
+        before, self._bytes = self._counted, found
+        self._counted = 0 if found is None or found.in_slot else self.num_bytes
+        self._tiers.device.add(self._counted - before)
 
     def _was_read(self, number: int) -> None:
         self._unread.discard(number)
@@ -326,14 +343,14 @@ class SavedStorage:
         if found is None:
             self.transition("loading", only_from="offloaded")
             assert self._restore is not None, "what is offloaded was stored"
-            found = self._still_there() or self._restore()
+            found = self._still_there() or self._restore(self.space)
             self._has(found)
-            self._last = StorageWeakRef(found.storage), found.origin
+            self._last = StorageWeakRef(found.storage), found.origin, found.in_slot
             self.transition("resident")
         return found
 
     def _still_there(self) -> Bytes | None:
         """Return the bytes as they were last in memory, if anybody still holds them."""
-        reference, origin = self._last
+        reference, origin, in_slot = self._last
         storage = storage_behind(reference)
-        return None if storage is None else Bytes(storage, origin)
+        return None if storage is None else Bytes(storage, origin, in_slot)

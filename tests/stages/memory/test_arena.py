@@ -1,32 +1,17 @@
 """Buffers of a step that repeats itself: one allocation by lifetimes; what deviates has others."""
 
-import gc
 import itertools
 import random
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-import torch
-import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from penstock.pipeline.data.samples import Description
-from penstock.pipeline.models import gpt
-from penstock.stages.memory.arena import Arena, place
+from penstock.stages.memory.arena import Arena, max_live, place
 
 Triple = tuple[int, int, int]
-
-
-def max_live(buffers: Sequence[Triple]) -> int:
-    """The most bytes that are there at once: no placement has fewer."""
-    changes = sorted(change for low, up, size in buffers for change in ((low, size), (up, -size)))
-    return max(itertools.accumulate(change for _, change in changes), default=0)
 
 
 def peak(buffers: Sequence[Triple], offsets: Sequence[int]) -> int:
@@ -180,64 +165,3 @@ def test_a_buffer_comes_back_once() -> None:
     arena.give(buffer)
     with pytest.raises(AssertionError, match="comes back once"):
         arena.give(buffer)
-
-
-NETWORKS = ["resnet18", "resnet50", "vgg11_bn", "densenet121", "mobilenet_v3_small", "gpt"]
-
-
-class Lifetimes(TorchDispatchMode):
-    """Notes when each storage that is made inside came and went, in operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time, self.known = itertools.count(1), dict[int, list[int]]()
-        self.found: list[list[int]] = []
-
-    def _went(self, key: int) -> None:
-        self.known.pop(key)[1] = next(self.time)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {
-            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
-        out = func(*args, **kwargs or {})
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known and storage._cdata not in known and storage.nbytes():
-                    taken = [next(self.time), 0, storage.nbytes()]
-                    self.known[storage._cdata] = taken
-                    self.found.append(taken)
-                    weakref.finalize(storage, self._went, storage._cdata)
-        return out
-
-    def buffers(self) -> list[tuple[int, int, int]]:
-        """(lower, upper, size) of each, ``upper`` exclusive."""
-        end = next(self.time) + 1
-        return [(low, up or end, size) for low, up, size in self.found]
-
-
-def buffers_of(name: str) -> list[tuple[int, int, int]]:
-    """The buffers of a forward and its backward of a network of torchvision, or of ``gpt``."""
-    torch.manual_seed(0)
-    if name == "gpt":
-        text = Description(input_shape=(32,), num_classes=97, vocabulary="".join(map(chr, range(97))))
-        model, given = gpt(text, width=64), torch.randint(0, 97, (4, 32))
-    else:
-        model, given = torchvision.models.get_model(name, weights=None), torch.randn(2, 3, 64, 64)
-    gc.collect()
-    with Lifetimes() as lifetimes:
-        model(given).float().pow(2).mean().backward()
-    return lifetimes.buffers()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_step_of_a_network_is_laid_close_to_what_lives_at_once(name: str) -> None:
-    buffers = buffers_of(name)
-    live, high = max_live(buffers), peak(buffers, place(buffers))
-    print(
-        f"{name}: {len(buffers)} buffers, {live} bytes at once, laid in {high} ({high / live - 1:.3%} more)"
-    )
-    assert len(buffers) > 100
-    assert high <= 1.02 * live

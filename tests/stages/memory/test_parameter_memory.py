@@ -96,6 +96,25 @@ def test_so_many_layers_are_brought_ahead_in_the_direction_of_the_walk():
     mirror.close()
 
 
+def test_the_last_layers_of_a_forward_stay_for_the_backward_but_not_for_another_forward():
+    mirror, parameters = mirror_of(FarStore(), stays=2)
+    notes = []
+    for done, following in zip([None, *LAYERS], [*LAYERS, None], strict=True):
+        mirror.layer_done(done, following)
+        if following is not None:
+            notes.append(mirror.saved(parameters[LAYERS.index(following)]))
+    assert sizes(parameters) == [0, 32, 32]
+    mirror.frames.ahead.drain()
+    before = mirror.frames.bytes_in
+    for number in (2, 1, 0):
+        assert torch.equal(notes[number](), torch.full((32,), float(number)))
+        mirror.frames.ahead.drain()
+    assert mirror.frames.bytes_in - before == 128
+    mirror.layer_done(None, LAYERS[0])
+    assert sizes(parameters) == [32, 0, 0]
+    mirror.close()
+
+
 def test_what_a_thread_raised_is_raised_by_who_waits_for_it():
     class Broken(FarStore):
         def get(self, key):

@@ -180,7 +180,7 @@ def test_a_view_that_was_given_up_is_not_waited_for():
     storage = storage_of(kept)
     first, second = storage.add(kept, None), storage.add(kept, None)
     storage.transition("evicting")
-    storage.stored(lambda: Bytes(kept.untyped_storage(), 0))
+    storage.stored(lambda _: Bytes(kept.untyped_storage(), 0))
     storage.give_up(first)
     for _ in range(2):  # a graph that is kept is gone through again
         assert same_bits(storage.read(second), kept)
