@@ -484,8 +484,9 @@ class Pipeline:
     def evaluate(self, inputs: Any, *, metrics: Metrics | None = None) -> Any:
         """The plain model in eval mode on all of ``inputs`` at once; on the last stage's rank, else None.
 
-        With ``metrics`` the mean of each over the samples of all batches, on every rank. What is in flight is
-        finished first.
+        With ``metrics`` the mean of each over all batches, weighted by their samples, on every rank. Where a
+        loss weighs classes or counts tokens, that is not the loss of all batches at once. What is in flight
+        is finished first.
 
         Args:
             inputs: Those of one batch; with ``metrics`` batches, each a pair of inputs and targets.
@@ -493,10 +494,11 @@ class Pipeline:
                 stage calls them.
 
         Raises:
-            ConfigError: A metric fails, or there is no batch; on every rank.
+            PenstockError: A metric fails, or there is no batch; on every rank.
         """
         if metrics is not None:
-            check_metrics(metrics)
+            with self.agreement.all_or_none("the metrics of a test"):
+                check_metrics(metrics)
             means = Means(metrics)
             for given, targets in pairs(inputs):
                 if (outputs := self.evaluate(given)) is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ...compression.errors import ConfigError, PenstockError
 from ..distributed.process_group import World
 from .agreement import Agreement
+from .batches import tensors_of
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 
@@ -46,8 +50,10 @@ class Means:
         self._error: PenstockError | None = None
 
     def add(self, outputs: Any, targets: Any, num_samples: int) -> None:
-        """Count a batch."""
+        """Count a batch; the targets go where the outputs are."""
         self._num_samples += num_samples
+        device = next((tensor.device for tensor in tensors_of(outputs)), None)
+        targets = tree_map_only(Tensor, operator.methodcaller("to", device), targets) if device else targets
         for number, (name, metric) in enumerate(self._metrics.items()):
             if self._error is None:
                 try:

@@ -130,7 +130,7 @@ class Tiers:
                         parameters that come and go, and the frames of other tiers that lie there.
                 leaving: of these, what is on its way out.
                 slots_bytes: of the allocation of ``Slots``, which never leaves; slots_live_bytes: the most of
-                it that is in use at once."""
+                it that is in use at once, by the lifetimes noted."""
 
     def __init__(self, *, device: Limit = None, host: Limit = None, on_gpu: bool = False) -> None:
         """Limits in bytes; the disk keeps its own, by the bytes of its file."""

@@ -146,7 +146,7 @@ def _from_bitmap(
     else:
         found = Bytes(memory.untyped_storage(), address, in_slot=True)
     is_high = torch.from_numpy(np.unpackbits(bits.numpy(), count=num_elements, bitorder="little"))
-    row_view(num_elements, low.dtype).over(found).copy_(torch.where(is_high.view(torch.bool), high, low))
+    torch.where(is_high.view(torch.bool), high, low, out=row_view(num_elements, low.dtype).over(found))
     return found
 
 

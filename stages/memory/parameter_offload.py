@@ -564,7 +564,7 @@ class OffloadedParameters:
         if done is None:
             self.settle()
         for one in self._by_layer.get(done.name, ()) if done is not None else ():
-            if one not in wanted and one.turn < len(self.turns) - self._stays:
+            if one not in wanted and one.turn < len(self.turns) - self._stays * torch.is_grad_enabled():
                 self._evict(one)
         self._note()
         self._walks = following is not None

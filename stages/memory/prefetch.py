@@ -61,6 +61,8 @@ class Timeline:
             if one.reads:
                 self._reads.append((position, one))
             position += max(1, self._num_layers.get(one.stage, 1))
+        self.passes = [(one.stage, one.reads) for one in self.program]  # a stream numbers micro-batches on
+        self.reads_once = len({(one.stage, one.micro_batch) for _, one in self._reads}) == len(self._reads)
 
     def start(self, number: int) -> int:
         """Position at which pass ``number`` of the program begins."""
@@ -226,7 +228,7 @@ class MemoryThread:
         self.slots = Slots(self.tiers)
         self._prefetch = PREFETCH_LAYERS if options.prefetch_layers is None else options.prefetch_layers
         self.turns_ahead = 1 if options.prefetch_layers is None else options.prefetch_layers
-        is_limited = self.tiers.device.limit is not None  # then what has no room leaves
+        is_limited = self.tiers.device.limit is not None  # then no room is promised to parameters
         self.turns_staying = 0 if is_limited else options.writeout_layers or 0
         self._writeout = self._prefetch if options.writeout_layers is None else options.writeout_layers
         self._num_layers = num_layers
@@ -242,8 +244,9 @@ class MemoryThread:
     def begin(self, program: Sequence[Pass]) -> None:
         """A step begins that runs ``program``."""
         if tuple(program) != self._timeline.program:  # most steps run that of the one before
-            self._timeline = Timeline(program, self._num_layers)
-            self.slots.clear()
+            before, self._timeline = self._timeline, Timeline(program, self._num_layers)
+            if self._timeline.passes != before.passes:
+                self.slots.clear()
         self._step += 1
         self._start = self._now = 0
 
@@ -436,8 +439,12 @@ class MemoryThread:
     def _set_aside(self, run: SavedRun, storage: SavedStorage, timeline: Timeline, start: int) -> None:
         """Give ``storage`` a slot in the pass that begins at ``start``.
 
-        A limit leaves no room for slots, and on a GPU torch's allocator keeps memory itself."""
-        if self.tiers.device.limit is not None or is_gpu(storage.device):
+        A limit leaves no room for slots, and on a GPU torch's allocator keeps memory itself. Where several
+        passes read what a forward saved, or layers are numbered behind those of the program (another shape),
+        nobody knows when it is let go of."""
+        if self.tiers.device.limit is not None or is_gpu(storage.device) or not timeline.reads_once:
+            return
+        if run.first_read(storage) >= self._num_layers.get(run.stage, 0):
             return
         first = timeline.position(start, run.stage, run.first_read(storage), reads=True)
         last = timeline.position(start, run.stage, run.last_read(storage), reads=True)

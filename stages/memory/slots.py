@@ -1,7 +1,7 @@
 """Slots for what comes back to memory: one allocation, divided by lifetimes.
 
 A step notes what comes back: how many bytes, and between which layers of the program they are read. The next
-step has a slot for each, into which it is fetched, so that no fetch allocates:
+step has a slot for each, into which it is fetched, so that what comes back whole allocates nothing:
 
     bytes  | slot 2      |
            |-----+-------|      a slot is taken from when its storage may be fetched until its last
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...compression.buffers import new_bytes
+from ...compression.errors import CodecError
 from ...compression.frame import ALIGNMENT
 from .arena import Lifetime, max_live, place
 from .byte_budget import Tiers
@@ -82,8 +83,12 @@ class Slots:
         lifetimes = list(self._lifetimes.values())
         starts = place(lifetimes)
         ends = [start + one.size for start, one in zip(starts, lifetimes, strict=True)]
-        self._slots = dict(zip(self._lifetimes, zip(starts, ends, strict=True), strict=True))
-        self._space, self._held = None, []  # what lies in the former allocation is in nobody's way
-        self._space = new_bytes(max(ends)).numpy()
+        self._space, self._slots, self._held = None, {}, []  # the former allocation is in nobody's way
         self._is_placed = True
+        self._tiers.slots_bytes = self._tiers.slots_live_bytes = 0
+        try:
+            self._space = new_bytes(max(ends)).numpy()
+        except CodecError:  # there is no memory for it: each has its own
+            return
+        self._slots = dict(zip(self._lifetimes, zip(starts, ends, strict=True), strict=True))
         self._tiers.slots_bytes, self._tiers.slots_live_bytes = max(ends), max_live(lifetimes)

@@ -138,6 +138,15 @@ def test_from_the_second_step_on_a_fetch_allocates_nothing(kind, ahead):
     assert thread.tiers.slots_bytes == 0
 
 
+def test_a_stream_keeps_its_slots_and_another_program_does_not():
+    thread, passes = MemoryThread(num_layers={0: 3}), [Pass(0, 0), Pass(0, 0, reads=True)]
+    for number, program in enumerate([passes, [one._replace(micro_batch=1) for one in passes], passes * 2]):
+        thread.begin(program)
+        assert (thread.tiers.slots_bytes > 0) is (number == 1)
+        take(thread.slots, "a")
+        thread.end()
+
+
 NETWORKS = ["resnet18", "resnet50", "vgg11_bn", "densenet121", "mobilenet_v3_small", "gpt"]
 
 
