@@ -287,12 +287,6 @@ def test_the_ratio_is_near_the_entropy_bound(num_words: int) -> None:
             assert words.nbytes / found.num_bytes > 0.97 * bound
 
 
-def test_other_dtypes_travel_raw() -> None:
-    for dtype in (torch.float64, torch.int32, torch.int16, torch.uint8, torch.complex64):
-        zeros = torch.zeros(4096, dtype=dtype)
-        assert packed(Exponent(), zeros)[0] == Packed("raw", zeros.nbytes)
-
-
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 def test_what_does_not_shrink_travels_raw(codec: Exponent, dtype: torch.dtype) -> None:
     """Any bits; and bits whose sample misleads, found out on the way and within the room."""

@@ -19,7 +19,7 @@ from penstock.conf.schema import TrainConfig
 from penstock.pipeline.run import console, early, logs, tables
 from penstock.pipeline.run.logs import Loggers
 from penstock.pipeline.run.metrics import Totals, step_line, summarise
-from penstock.pipeline.runtime.report import StageReport, together
+from penstock.pipeline.runtime.report import together
 
 
 def log(width: int = console.WIDTH_OF_A_LOG) -> Console:
@@ -281,15 +281,6 @@ def test_stages_of_one_process_share_its_bubble_and_add_up_their_memory():
     assert report().peak_bytes == 5120
     assert report(seconds=0.3).bubble == 0.0  # a clock that is read late makes none below zero
     assert [stage["bubble"] for stage in summary_of(together)["stages"]] == pytest.approx([0.4, 0.4])
-
-
-def test_a_stage_report_travels_as_numbers():
-    for stage in report().stages:
-        assert StageReport.of(stage.numbers()) == stage
-        nothing = StageReport().numbers()
-        added = [sum(pair) for pair in zip(stage.numbers(), nothing, strict=True)]
-        assert StageReport.of(added) == stage
-    assert type(StageReport.of(StageReport(peak_bytes=5).numbers()).peak_bytes) is int
 
 
 TRAIN = (

@@ -319,17 +319,6 @@ def test_what_a_full_disk_has_no_space_for_stays_in_memory(opened, small_disk):
     assert all(store.get(key).bytes.equal(values) for key, values in kept.items())
 
 
-def test_a_disk_that_is_full_where_nothing_was_reserved_ends_in_one_sentence(opened, small_disk, monkeypatch):
-    monkeypatch.setattr(os, "posix_fallocate", refusing(errno.EOPNOTSUPP))
-    disk, store = opened(path=small_disk)
-    kept = put_all(store, [64 << 10] * 2)
-    disk.drain()
-    store.put("large", frame_of(MIB)[0])
-    with pytest.raises(StageError, match=f"1048576 bytes could not be written .* {small_disk}, found No"):
-        disk.drain()
-    assert all(store.get(key).bytes.equal(values) for key, values in kept.items())
-
-
 def test_a_graph_that_the_garbage_collector_frees_in_the_middle_of_anything_hangs_nothing(opened):
     disk, store = opened()
 
@@ -395,15 +384,6 @@ def test_a_file_system_that_has_no_way_past_the_cache_is_written_through_it(tmp_
     found = memoryview(bytearray(5))
     file.move_all(file.read, found, 3)
     assert bytes(found) == b"short"
-    file.close()
-
-
-def test_space_that_is_not_there_is_refused_and_none_is_kept(small_disk):
-    file = SwapFile(small_disk)
-    assert file.grow(0, 128 << 10)
-    free = os.statvfs(small_disk).f_bfree
-    assert not file.grow(128 << 10, 1 << 20)
-    assert os.statvfs(small_disk).f_bfree == free
     file.close()
 
 
