@@ -499,12 +499,11 @@ class Pipeline:
         if metrics is not None:
             with self.agreement.all_or_none("the metrics of a test"):
                 check_metrics(metrics)
-            means = Means(metrics)
+            means = Means(metrics, autocast=self.engine.criterion.autocast)
             for given, targets in pairs(inputs):
                 if (outputs := self.evaluate(given)) is not None:
                     means.add(outputs, targets, self.call.samples_of(self.call.tensors(given)))
-            source = 0 if self.world.is_alone else self.plan.owner(-1)
-            return means.on_all_ranks(self.world, self.agreement, source=source)
+            return means.on_all_ranks(self.agreement, self.plan)
         self.drain()
         self.failures.check()
         with self.same.batch("evaluation", self.same.counts["evaluation"]):

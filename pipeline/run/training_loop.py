@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import operator
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ...compression.errors import ConfigError
 from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
 from ...stages.files import save_json
 from ...stages.plan.plan import Plan
-from ...stages.tracing.layers import casting
 from ..data.batches import BatchIndex, BatchReader, Needs, PartTable, Table
 from ..data.cached import CachedDataset, CacheReader, cache_reader, sample_source
 from ..data.image_folder import Files
@@ -34,9 +31,9 @@ from ..distributed.launcher import cores, local_ranks
 from ..distributed.process_group import hearing
 from ..distributed.processes import Stopped
 from ..pipeline import Pipeline
-from ..runtime.batches import tensors_of
+from ..runtime.evaluation import Means
 from ..runtime.report import Report
-from . import build, console
+from . import console
 from .checkpoints import Checkpoints, keeping, write_model
 from .judge import Judge
 from .logs import JsonLog, Loggers, SharesLog
@@ -244,7 +241,7 @@ def run_epochs(
                 one(report)
                 if judge.ended:
                     return {}
-        test = evaluate(pipe, plan, config, map(loader.take, ahead.test()), between=between)
+        test = evaluate(pipe, map(loader.take, ahead.test()), between=between)
         if not test:
             continue
         for one in log:
@@ -261,47 +258,33 @@ def run_epochs(
 
 
 def evaluate(
-    pipe: Pipeline,
-    plan: Plan,
-    config: TrainConfig,
-    batches: Iterable[tuple[Any, Any]],
-    *,
-    between: Callable[[], None] = lambda: None,
+    pipe: Pipeline, batches: Iterable[tuple[Any, Any]], *, between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     """Return the mean loss over the batches of a test, and for classes the accuracy, on every rank; nothing
     of no batch."""
-    loss, number = pipe.engine.criterion.loss, 0
-    right = total = lost = 0.0
+    criterion, number = pipe.engine.criterion, 0
+    means = Means({"accuracy": _share_right, "loss": criterion.loss}, autocast=criterion.autocast)
     for number, (inputs, targets) in enumerate(batches, start=1):
         if number % BETWEEN == 0:
             between()
         outputs = pipe.evaluate(inputs)
         if outputs is not None:
-            device = next(tensors_of(outputs)).device
-            targets = tree_map_only(Tensor, operator.methodcaller("to", device), targets)
             is_one = isinstance(targets, Tensor)
             count = targets.numel() if is_one else pipe.call.samples_of(pipe.call.tensors(inputs))
-            right += _number_right(outputs, targets)
-            with casting(build.autocast(config.autocast), device):
-                lost += float(loss(outputs, targets)) * count
-            total += count
+            means.add(outputs, targets, count)
     if not number:
         return {}
-    last = plan.owner(-1)
-    right, lost, total = (
-        pipe.world.broadcast(number, last, at="the test's result") for number in (right, lost, total)
-    )
-    known = {} if math.isnan(right) else {"accuracy": right / total}
-    return known | {"loss": lost / total}
+    found = means.on_all_ranks(pipe.agreement, pipe.plan)
+    return {name: mean for name, mean in found.items() if name == "loss" or not math.isnan(mean)}
 
 
-def _number_right(outputs: Any, targets: Any) -> float:
-    """Return how many targets are the class with the largest output; NaN where they are no classes."""
+def _share_right(outputs: Any, targets: Any) -> float:
+    """Return the share of targets that are the class with the largest output; NaN where they are none."""
     if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or targets.is_floating_point():
         return math.nan
     if outputs.shape[:-1] != targets.shape or outputs.shape[-1] < 2:
         return math.nan
-    return float((outputs.argmax(-1) == targets).sum())
+    return float((outputs.argmax(-1) == targets).double().mean())
 
 
 def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:

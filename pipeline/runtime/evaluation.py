@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...compression.errors import ConfigError, PenstockError
-from ..distributed.process_group import World
+from ...stages.device import CPU
+from ...stages.plan.plan import Plan
+from ...stages.tracing.layers import casting
 from .agreement import Agreement
 from .batches import tensors_of
 
@@ -44,20 +46,21 @@ class Means:
 
     An error of a metric waits until all batches are through: the other ranks count on this one."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, autocast: torch.dtype | None) -> None:
         """Begin with no batch."""
         self._metrics, self._sums, self._num_samples = metrics, [0.0] * len(metrics), 0
+        self._autocast = autocast
         self._error: PenstockError | None = None
 
     def add(self, outputs: Any, targets: Any, num_samples: int) -> None:
         """Count a batch; the targets go where the outputs are."""
         self._num_samples += num_samples
-        device = next((tensor.device for tensor in tensors_of(outputs)), None)
-        targets = tree_map_only(Tensor, operator.methodcaller("to", device), targets) if device else targets
+        device = next((tensor.device for tensor in tensors_of(outputs)), CPU)
+        targets = tree_map_only(Tensor, operator.methodcaller("to", device), targets)
         for number, (name, metric) in enumerate(self._metrics.items()):
             if self._error is None:
                 try:
-                    with torch.no_grad():
+                    with torch.no_grad(), casting(self._autocast, device):
                         self._sums[number] += float(metric(outputs, targets)) * num_samples
                 except Exception as error:
                     said = f"found {type(error).__name__}: {error}"
@@ -65,11 +68,12 @@ class Means:
                     self._error = ConfigError(f"{rule}; try it on the outputs of pipe.evaluate(inputs)")
                     self._error.__cause__ = error
 
-    def on_all_ranks(self, world: World, agreement: Agreement, *, source: int) -> dict[str, float]:
-        """Return the means, which rank ``source`` has; collective.
+    def on_all_ranks(self, agreement: Agreement, plan: Plan) -> dict[str, float]:
+        """Return the means, which the rank of the last stage has; collective.
 
         Raises: ConfigError: a metric failed."""
-        at = "the metrics of a test"
+        at, world = "the metrics of a test", agreement.world
+        source = 0 if world.is_alone else plan.owner(-1)
         with agreement.all_or_none(at):
             if self._error is not None:
                 raise self._error
