@@ -93,7 +93,6 @@ class SavedActivations(KeepOnDevice):
         self._compressor = LayerAwareCompressor(modules)
         self._stage, self._thread = stage, thread or MemoryThread()
         self._micro_batches: dict[int, SavedRun] = {}
-        self._numbers: dict[Layer | None, int] = {}
         self._run: SavedRun | None = None  # of the forward that runs
         self._hooks: SavedTensorHooks | None = None
 
@@ -105,7 +104,6 @@ class SavedActivations(KeepOnDevice):
         run = self._run = self._micro_batches[micro_batch] = SavedRun(
             self._stage,
             micro_batch,
-            numbers=self._numbers,
             packer=self._packer,
             compressor=self._compressor,
         )
@@ -134,8 +132,7 @@ class SavedActivations(KeepOnDevice):
         assert hooks.layer is done, "layers are done in the order in which they began"
         hooks.layer = following
         if following is not None:
-            number = self._numbers.setdefault(following, len(self._numbers))
-            self._thread.layer_begins(run, number)
+            self._thread.layer_begins(run, run.begins(following))
 
     def offload(self, micro_batch: int, sent: SentFrames) -> None:
         """The forward of ``micro_batch`` is over, what it saved may leave; waits where the packing is behind.

@@ -87,7 +87,6 @@ class Timeline:
 
 
 SentFrames = Mapping[int, tuple[Tensor, Frame]]
-Numbers = Mapping[Layer | None, int]
 
 
 class Evicted(NamedTuple):
@@ -110,13 +109,11 @@ class SavedRun:
         stage: int,
         micro_batch: int,
         *,
-        numbers: Numbers,
         packer: SavedTensorPacker,
         compressor: LayerAwareCompressor,
     ) -> None:
-        """``numbers``: of the stage's layers."""
         self.stage, self.micro_batch = stage, micro_batch
-        self.packer, self._compressor, self._numbers = packer, compressor, numbers
+        self.packer, self._compressor, self._numbers = packer, compressor, dict[Layer | None, int]()
         self._keys: deque[object] = deque()
         self._wires: dict[object, WireFrame] = {}
         self.waiting: dict[object, weakref.ref[SavedStorage]] = {}
@@ -130,6 +127,10 @@ class SavedRun:
         storage.number = len(self._keys)
         self._keys.append(storage.key)
         self.waiting[storage.key] = weakref.ref(storage)
+
+    def begins(self, layer: Layer) -> int:
+        """``layer`` runs next; returns its number, in running order."""
+        return self._numbers.setdefault(layer, len(self._numbers))
 
     def close(self, sent: SentFrames) -> None:
         """The forward is over; frames were made of the tensors that sent out."""
@@ -440,11 +441,8 @@ class MemoryThread:
         """Give ``storage`` a slot in the pass that begins at ``start``.
 
         A limit leaves no room for slots, and on a GPU torch's allocator keeps memory itself. Where several
-        passes read what a forward saved, or layers are numbered behind those of the program (another shape),
-        nobody knows when it is let go of."""
+        passes read what a forward saved, nobody knows when it is let go of."""
         if self.tiers.device.limit is not None or is_gpu(storage.device) or not timeline.reads_once:
-            return
-        if run.first_read(storage) >= self._num_layers.get(run.stage, 0):
             return
         first = timeline.position(start, run.stage, run.first_read(storage), reads=True)
         last = timeline.position(start, run.stage, run.last_read(storage), reads=True)

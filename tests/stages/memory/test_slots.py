@@ -125,9 +125,8 @@ def test_from_the_second_step_on_a_fetch_allocates_nothing(kind, ahead):
         saved.drop(0)
         thread.end()
         if kind is Keeps:
-            assert (
-                len(KEPT) == (step + 1) * 2 * DEPTH
-            )  # of the net, then of the model, which nobody writes to
+            # Of the net, then of the model, whose nobody writes to.
+            assert len(KEPT) == (step + 1) * 2 * DEPTH
             for first in range(0, len(KEPT), 2 * DEPTH):
                 ours, plain = KEPT[first : first + DEPTH], KEPT[first + DEPTH : first + 2 * DEPTH]
                 assert all(map(same_bits, ours, plain))
@@ -136,6 +135,33 @@ def test_from_the_second_step_on_a_fetch_allocates_nothing(kind, ahead):
             assert thread.tiers.slots_bytes == (ahead or 1) * (4 * SIZE + 64) + 4 * SIZE + 64
     saved.close()
     assert thread.tiers.slots_bytes == 0
+
+
+def test_what_two_passes_read_has_no_slot():
+    thread = MemoryThread(MemoryOptions(prefetch_layers=0), num_layers={0: 1})
+    passes = [Pass(0, 0), Pass(0, 0, reads=True)]
+    net = Net(nn.Sequential(Square()))
+    saved = saved_for(net, store=AwayStore(), codec="raw", thread=thread)
+    for program, number in (passes, 1), ([*passes, passes[1]], 0):
+        thread.begin(program)
+        thread.at(0)
+        out = forward(net, saved, torch.rand(SIZE).requires_grad_().clone())
+        saved.wait()
+        thread.at(1)
+        out.sum().backward()
+        saved.drop(0)
+        assert len(thread.slots._lifetimes) == number
+    saved.close()
+
+
+def test_the_layers_of_another_shape_are_numbered_from_the_first(saver):
+    nets = [Net(nn.Sequential(*[Square() for _ in range(DEPTH)])) for _ in range(2)]
+    saved = saver(nets[0], store=AwayStore(), codec="raw")
+    for number, net in enumerate(nets):
+        with saved.forward(number):
+            out = net.run(torch.rand(SIZE).requires_grad_().clone(), saved)
+        run = saved._micro_batches[number]
+        assert sorted(map(run.first_read, run.alive())) == list(range(DEPTH)), out.shape
 
 
 def test_a_stream_keeps_its_slots_and_another_program_does_not():
