@@ -71,6 +71,7 @@ def tier_table(summary: Mapping[str, Any]) -> Table | None:
     tiers, steps, rows = summary.get("tiers", []), max(1, summary["steps"]), []
     if not _is_worth_a_table((row["tier"] for row in tiers), *(row["budget_bytes"] for row in tiers)):
         return None
+    has_slots = any(row.get("slots_bytes") for row in tiers)
     for row in tiers:
         raw, kept, on_device = row["bytes_raw"], row["bytes_kept"], row["tier"] == "device"
         times = f" ({raw / kept:.2f}x)" if kept else ""
@@ -80,12 +81,11 @@ def tier_table(summary: Mapping[str, Any]) -> Table | None:
         )
         sizes = [_bytes(row[f"{name}_bytes"]) for name in ("budget", "predicted_peak", "peak")]
         waits = ("-", held_up) if on_device else (exposed, "-")
-        rows.append([str(row["rank"]), row["tier"], *sizes, moved, *waits])
-        if placed := row.get("slots_bytes", 0):
-            rows[-1].append(f"{show_bytes(placed)} ({placed / row['slots_live_bytes']:.2f}x)")
-    names = ("rank", "tier", "budget", "predicted", "held", "moved -> kept", "exposed", "held up", "slots")
-    widest = max(map(len, rows))
-    return table(names[:widest], [row + [""] * (widest - len(row)) for row in rows])
+        placed = row.get("slots_bytes")
+        slots = f"{show_bytes(placed)} ({placed / row['slots_live_bytes']:.2f}x)" if placed else ""
+        rows.append((str(row["rank"]), row["tier"], *sizes, moved, *waits, *[slots] * has_slots))
+    names = ("rank", "tier", "budget", "predicted", "held", "moved -> kept", "exposed", "held up")
+    return table((*names, *["slots"] * has_slots), rows)
 
 
 def _is_worth_a_table(tiers: Iterable[str], *budgets: int | None) -> bool:

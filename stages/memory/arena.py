@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,20 +35,14 @@ def place(buffers: Sequence[tuple[int, int, int]]) -> list[int]:
     Args:    buffers: (lower, upper, size) each, ``upper`` exclusive and above ``lower``.
     Returns: the offsets in the order given, in the unit of the sizes.
     """
-    orders = (
+    orders: tuple[Callable[[tuple[int, int, int]], tuple[int, int]], ...] = (
         lambda one: (-one[2], -one[1]),  # the largest first, of one size those that go last
         lambda one: (-one[2], one[0]),  # or those that come first
         lambda one: (-one[1], -one[2]),  # those that go last first
     )
-    least, best, live = -1, list[int](), max_live(buffers)
-    for order in orders:
-        found = _in_order(buffers, sorted(range(len(buffers)), key=lambda n, order=order: order(buffers[n])))
-        end = max((start + size for start, (*_, size) in zip(found, buffers, strict=True)), default=0)
-        if least < 0 or end < least:
-            least, best = end, found
-        if least <= live:
-            break
-    return best
+    numbers = range(len(buffers))
+    found = [_in_order(buffers, sorted(numbers, key=lambda n, by=by: by(buffers[n]))) for by in orders]
+    return min(found, key=lambda at: max((at[n] + buffers[n][2] for n in numbers), default=0))
 
 
 def _in_order(buffers: Sequence[tuple[int, int, int]], order: Iterable[int]) -> list[int]:
