@@ -62,7 +62,7 @@ from .runtime.arguments import (
     scheduler_of,
 )
 from .runtime.auto_codec import policy_named
-from .runtime.batches import Criterion, joined, micro_batches, tokens_of, total_loss
+from .runtime.batches import Criterion, Weight, joined, micro_batches, tokens_of, total_loss
 from .runtime.device_frames import frames_of
 from .runtime.device_placement import (
     Given,
@@ -108,7 +108,8 @@ class Pipeline:
             that scales the loss. An overflow anywhere skips the update and the scheduler everywhere (under
             async_1f1b: of its stage).
         autocast: dtype that forward and loss are cast to by torch.autocast, without its weight cache.
-        weight: targets -> over how much the loss is a mean (default: the number of samples).
+        weight: targets -> over how much the loss is a mean (default: the number of samples). "summed": the
+            losses of micro-batches add up to that of the batch, as they are.
         seed: of random layers (``penstock.layer_seed``). deadline: seconds that any wait for a rank may take.
         world: the ranks that train; None: those of the default process group where one is initialised, else
             this process alone.
@@ -143,7 +144,7 @@ class Pipeline:
         clip_scope: str = "global",
         scaler: Scaler = None,
         autocast: torch.dtype | None = None,
-        weight: Callable[[Any], float] | None = None,
+        weight: Weight = None,
         seed: int = 0,
         deadline: float = 60.0,
         world: World | None = None,
@@ -311,7 +312,7 @@ class Pipeline:
             stores=StoreOptions(disk=self.disk, tiers=tiers),
         )
         self.reads_inputs = 0 in self.stages  # of a batch; else they may be on the meta device
-        self.reads_targets = self.plan.num_stages - 1 in self.stages or self.weight is not None
+        self.reads_targets = self.plan.num_stages - 1 in self.stages or callable(self.weight)
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
         homes = {name: {stage} for name, stage in own.stage_of.items()}
         homes |= {name: self.state.readers.get(id(buffer), {0}) for name, buffer in model.named_buffers()}

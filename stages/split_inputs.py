@@ -11,7 +11,8 @@ Column = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class Split(NamedTuple):
-    """The inputs of a batch, cut into its micro-batches as ``torch.tensor_split`` cuts; each is as a whole
-    batch would be, on the meta device where this process does not read it (``Pipeline.reads``)."""
+    """The inputs of a batch by micro-batch, each as a whole batch would be; targets are cut alike.
+
+    Those that this process does not read (``Pipeline.reads``) may be on the meta device."""
 
     micro_batches: tuple[Any, ...]

@@ -3,4 +3,5 @@
 exchange.py         frames between the ranks of a group, and the choice of a codec by measurement
 torch_pipelines.py  the schedules of torch.distributed.pipelining
 data_parallel.py    gradients of DistributedDataParallel, shards of FSDP2
+transformers.py     Trainer of Hugging Face, whose model is cut into stages
 """

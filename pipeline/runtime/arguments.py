@@ -26,6 +26,7 @@ from ...stages.tracing.tracer import LayerGraph, fingerprint
 from ..distributed.process_group import World, check_own
 from ..optimizer.scale import Scaler, scale_of
 from ..optimizer.update import SCOPES, Named
+from .batches import Weight
 
 
 def check_gradients() -> None:
@@ -45,7 +46,7 @@ class Options:
     clip_scope: str
     scaler: Scaler
     autocast: torch.dtype | None
-    weight: Callable[[Any], float] | None
+    weight: Weight
     seed: int
     deadline: float
     detect_anomaly: bool
@@ -101,9 +102,9 @@ def check_options(model: object, plan: object, options: Options) -> None:
             "scheduler is a function of an optimizer, called once per stage, found "
             f"{type(scheduler).__name__}; give lambda optimizer: StepLR(optimizer, 10)"
         )
-    if options.weight is not None and not callable(options.weight):
+    if options.weight not in (None, "summed") and not callable(options.weight):
         raise PlanError(
-            f"weight is a function of targets, found {options.weight!r}; give None for their number"
+            f"weight is a function of targets or 'summed', found {options.weight!r}; None is their number"
         )
     if not isinstance(options.seed, int) or isinstance(options.seed, bool):
         raise PlanError(f"seed is an integer, found {options.seed!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
@@ -19,6 +19,9 @@ from ...compression.errors import PlanError, StageError
 from ...stages.device import CPU, KINDS, Device
 from ...stages.split_inputs import Column
 from ...stages.tracing.layers import casting
+
+Weight = Callable[[Any], float] | Literal["summed"] | None
+"""The number over which a loss is a mean, of targets; or that losses add up; or the number of samples."""
 
 
 class MicroBatch(NamedTuple):
@@ -38,16 +41,18 @@ def micro_batches(
     inputs: Sequence[Column],
     targets: Any,
     number: int,
-    weight: Callable[[Any], float] | None,
+    weight: Weight,
     *,
     whole: Sequence[bool] = (),
     reads: Callable[[int], bool] = lambda micro_batch: True,
     first: Device | None = None,
     last: Device | None = None,
 ) -> list[MicroBatch]:
-    """Split a batch into ``number`` micro-batches of near-equal size (fewer samples: one each).
+    """Split a batch into ``number`` micro-batches of near-equal size (fewer samples: one each), or into those
+    of a ``Split``.
 
-    ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples.
+    ``weight(targets)`` says over how much the loss of a micro-batch is a mean; None: over its samples;
+    "summed": losses add up to that of the batch.
     ``whole``: which of the inputs are constants, that every micro-batch gets all of.
     ``reads``: which micro-batches go through the first stage here, if that is here.
     ``first``, ``last``: where the stages are that read the inputs and the targets; None: not here."""
@@ -57,7 +62,7 @@ def micro_batches(
     several = [*(x for x, all_of in zip(inputs, kept, strict=True) if not all_of), *tensors]
     given = [part for x in inputs for part in ([x] if isinstance(x, torch.Tensor) else x)]
     _refuse_unsplit(leaves, (*given, *tensors), samples=_length(several[0]) or 0)
-    if last is not None or weight is not None:
+    if last is not None or callable(weight):
         _refuse_unread("targets", tensors)
     lengths = {_length(x) for x in several}
     if len(lengths) != 1 or not (length := lengths.pop()):
@@ -66,16 +71,24 @@ def micro_batches(
             "inputs and targets of a batch have the same number of samples, one or more, found "
             f"{', '.join(found)}; what has no samples is traced as penstock.Constant(tensor)"
         )
-    number = min(number, length)
+    most, number = number, min(number, length)
     sizes = [length // number + (i < length % number) for i in range(number)]  # those of tensor_split
+    if apart := [column for column in inputs if not isinstance(column, torch.Tensor)]:
+        sizes = [len(part) for part in apart[0]]
+        if not all(sizes) or len(sizes) > most:
+            raise PlanError(
+                f"a Split has at most plan.micro_batches={most} micro-batches of a sample or more, found "
+                f"{_listed(sizes)}; make the plan for as many"
+            )
+        number = len(sizes)
     split = [_parts(x, sizes, whole=all_of) for x, all_of in zip(inputs, kept, strict=True)]
     here = [first is not None and reads(i) for i in range(number)]
     _refuse_unread("inputs", (x[i] for x in split for i in range(number) if here[i]))
     split_targets = [
-        leaf.tensor_split(number) if isinstance(leaf, torch.Tensor) else [leaf] * number for leaf in leaves
+        leaf.split(sizes) if isinstance(leaf, torch.Tensor) else [leaf] * number for leaf in leaves
     ]
     parts = [tree_unflatten([_fresh(column[i]) for column in split_targets], spec) for i in range(number)]
-    weights = [sizes[i] if weight is None else _weight(weight, parts[i]) for i in range(number)]
+    weights = [_weight(weight, parts[i]) if callable(weight) else sizes[i] for i in range(number)]
     total = sum(weights)
     if not total > 0:
         raise PlanError(
@@ -85,7 +98,7 @@ def micro_batches(
         MicroBatch(
             inputs=tuple(_fresh(x[i], first if here[i] else None) for x in split),
             targets=tree_map_only(torch.Tensor, lambda t: _moved(t, last), parts[i]),
-            share=weights[i] / total,
+            share=1.0 if weight == "summed" else weights[i] / total,
             index=i,
         )
         for i in range(number)
@@ -101,11 +114,10 @@ def _length(column: Column) -> int | None:
 def _parts(column: Column, sizes: Sequence[int], *, whole: bool) -> Sequence[torch.Tensor]:
     """Split into micro-batches; a column that was split already must be split alike."""
     if isinstance(column, torch.Tensor):
-        return [column] * len(sizes) if whole else column.tensor_split(len(sizes))
+        return [column] * len(sizes) if whole else column.split(list(sizes))
     if (found := [len(part) for part in column]) != list(sizes):
         raise PlanError(
-            f"inputs that were split have the sizes of tensor_split, {_listed(sizes)} here, found "
-            f"{_listed(found)}; split them by plan.micro_batches"
+            f"the inputs of a Split have the same sizes, found {_listed(sizes)} and {_listed(found)}"
         )
     return column
 

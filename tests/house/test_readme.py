@@ -180,4 +180,6 @@ def missing(text: str) -> set[str]:
 
 def test_the_files_that_a_page_names_exist():
     assert missing("`stages/nowhere.py`, engine.py") == {"stages/nowhere.py"}
-    assert missing("".join(page.read_text() for page in PAGES)) == set()
+    assert missing("".join(page.read_text() for page in PAGES)) == {
+        "first_pipeline.py"
+    }  # which readers write

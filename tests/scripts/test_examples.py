@@ -44,6 +44,8 @@ def test_the_first_example_has_one_result_in_one_process_and_on_two_ranks(tmp_pa
     ("library", "example", "arguments"),
     [
         ("transformers", "llama.py", ["3"]),
+        ("peft", "lora.py", ["3"]),
+        ("accelerate", "trainer.py", ["3"]),
         ("timm", "timm_images.py", ["test_efficientnet", "3"]),
         ("torch", "attention_residuals.py", ["3"]),
     ],

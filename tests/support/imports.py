@@ -12,7 +12,7 @@ from checkout import ROOT
 
 import penstock
 
-SCRIPTS = tuple(Path("scripts", name) for name in ("bench", "coverage", "examples", "notebooks"))
+SCRIPTS = tuple(Path("scripts", name) for name in ("bench", "coverage", "examples", "notebooks", "site"))
 BARE = (Path("tests/support"), Path("tests/laws"), *SCRIPTS)
 """Folders whose modules are imported by their bare names, as ``pythonpath`` in setup.cfg has them."""
 
