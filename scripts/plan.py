@@ -33,20 +33,17 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
     from ..pipeline.run.planning import compare_schedules, decide, prepare, record, views
     from ..pipeline.run.schedule_comparison import check_order
 
-    everything = config.schedule == ALL
     samples = prepare(config)
     for note in samples.notes:
         console.warn(note)
     with console.planning():
         found = recorded_without_memory(config, samples) or record(config, samples)
         profile = found.measure()
-    if everything:
-        made = compare_schedules(config, profile, folder)
-    else:
-        made = decide(config, samples, profile=profile)
-    check_order(made)
+    everything = config.schedule == ALL
+    plan = compare_schedules(config, profile, folder) if everything else decide(config, profile)
+    check_order(plan)
     folder.begin(console.warn)
-    folder.save(config, made)
-    lines, shown = views(config, found.graph, profile, made, folder)
+    folder.save(config, plan)
+    lines, shown = views(config, found.graph, profile, plan, folder)
     files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else []), *shown]
-    print(made, *lines, *map(console.short, files), sep="\n")
+    print(plan, *lines, *map(console.short, files), sep="\n")

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 OWN_RENDEZVOUS = ("nodes", "node", "master", "join_deadline")
 """Options of former versions, in the place of which torchrun starts the ranks of several machines."""
 
-_MOMENT = 2.0
-"""Seconds in which the first rank of a machine tells a refusal: torchrun ends it when another rank ends."""
+_MOMENT = 2.0  # seconds in which a machine's first rank tells a refusal: torchrun ends it when another ends
 
 
 def main(arguments: Sequence[str], **how: Any) -> int:
@@ -53,7 +52,8 @@ def _follow(arguments: Sequence[str], launched: Launched) -> int:
         options = application.options("train", TrainConfig, arguments=arguments, early=early.check)
         if options is None:
             return 0
-        from ..pipeline.run.train import follow, join_world
+        from ..pipeline.run.torchrun import follow
+        from ..pipeline.run.train import join_world
 
         decisions = follow(*options)
     except PenstockError:
@@ -66,9 +66,7 @@ def _follow(arguments: Sequence[str], launched: Launched) -> int:
 
 
 def _checked(arguments: Sequence[str], launched: Launched | None) -> Sequence[str]:
-    """Return the arguments, with ``ranks=`` where a launcher says it.
-
-    Raises: ConfigError: they ask for what is gone, or for several runs of a launcher's ranks."""
+    """Return the arguments, with ``ranks=`` where a launcher says it."""
     for argument in arguments:
         if argument.lstrip("+").partition("=")[0] in OWN_RENDEZVOUS:
             raise ConfigError(
@@ -82,16 +80,11 @@ def _checked(arguments: Sequence[str], launched: Launched | None) -> Sequence[st
         raise ConfigError(
             "--multirun is several runs, and the ranks of a launcher meet for one; start them one by one"
         )
-    return _with_ranks(arguments, launched.ranks)
-
-
-def _with_ranks(arguments: Sequence[str], ranks: int) -> list[str]:
-    """The arguments with ``ranks=``, beside other options (flags may not part them), where none says it."""
     places = [place for place, one in enumerate(arguments) if "=" in one and not one.startswith("-")]
     if any(arguments[place].partition("=")[0] in ("ranks", "plan") for place in places):
-        return list(arguments)
-    first = places[0] if places else len(arguments)
-    return [*arguments[:first], f"ranks={ranks}", *arguments[first:]]
+        return arguments
+    first = places[0] if places else len(arguments)  # next to other options: flags may not part them
+    return [*arguments[:first], f"ranks={launched.ranks}", *arguments[first:]]
 
 
 def _train(config: TrainConfig, folder: RunFolder, typed: Sequence[str], **how: Any) -> int:

@@ -47,9 +47,9 @@ def return_freed_memory(config: PlanConfig) -> None:
             ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)
 
 
-def first_values(folder: RunFolder | None) -> Path | None:
+def first_values(folder: RunFolder) -> Path | None:
     """Return the file with the first values of the model, where the run has one."""
-    return folder.first_values if folder is not None and folder.first_values.exists() else None
+    return folder.first_values if folder.first_values.exists() else None
 
 
 def is_without_memory(config: PlanConfig, folder: RunFolder) -> bool:
@@ -64,8 +64,7 @@ def make_model(config: PlanConfig, samples: Samples, folder: RunFolder) -> nn.Mo
 
 
 def recorded_without_memory(config: PlanConfig, samples: Samples) -> planning.Recorded | None:
-    """Return the trace of the model without memory for its parameters, where a budget asks for that and it is
-    large.
+    """Return the trace of the large model of a run with a budget, made without memory for its parameters.
 
     None, with a warning: it cannot be made or recorded so."""
     memory = config.memory
@@ -87,26 +86,25 @@ def recorded_without_memory(config: PlanConfig, samples: Samples) -> planning.Re
 def write_first_values(
     config: PlanConfig, samples: Samples, folder: RunFolder, start: StartProcess
 ) -> planning.Recorded | None:
-    """Have a child write the values of the model to ``folder``, where no process is to have it whole; return
-    its trace.
+    """Have a child write the values of a model that no process is to have whole; return its trace.
 
     Raises:  ConfigError: the child failed."""
-    if (found := recorded_without_memory(config, samples)) is None:
+    if (recorded := recorded_without_memory(config, samples)) is None:
         return None
     facts = {"model": config.model, "seed": config.seed, "describe": dataclasses.asdict(samples.describe)}
     with refusing("a temporary folder (TMPDIR)"), private_folder() as private:
         (private / "facts").write_text(json.dumps(facts))
         try:
-            given = [str(private), str(folder.path)]
-            start_ranks(__name__, given, errors=private, stages_of_rank=[[0]], start=start)
+            arguments = [str(private), str(folder.path)]
+            start_ranks(__name__, arguments, errors=private, stages_of_rank=[[0]], start=start)
         except PenstockError as error:
             raise ConfigError(
                 f"a process of its own makes the model once as a whole, and failed: {error}; give the model "
                 "its values by model.load_weights= or model.init_weights="
             ) from error
         whole = (private / "digest").read_text()
-    if whole == digest(found.model):
-        return found
+    if whole == digest(recorded.model):
+        return recorded
     folder.first_values.unlink()
     _warn("the model holds something else where it is made without values")
     return None
@@ -115,9 +113,8 @@ def write_first_values(
 def _write(private: Path, folder: RunFolder) -> None:
     """In the child: make the model, write its tensors, and what else it holds as a digest."""
     facts = json.loads((private / "facts").read_text())
-    describe = facts["describe"]
-    described = Description(**describe | {"input_shape": tuple(describe["input_shape"])})
-    model = build.model(facts["model"], describe=described, seed=facts["seed"])
+    describe = facts["describe"] | {"input_shape": tuple(facts["describe"]["input_shape"])}
+    model = build.model(facts["model"], describe=Description(**describe), seed=facts["seed"])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     write_tensors(folder.first_values, {name: tensor.detach() for name, tensor in tensors.items()})
     (private / "digest").write_text(digest(model))
@@ -131,5 +128,5 @@ def _warn(why: str) -> None:
 
 
 if __name__ == "__main__":
-    told, run = (Path(path) for path in sys.argv[1:])
-    run_rank(lambda: _write(told, RunFolder(path=run)), told)
+    private, run = (Path(path) for path in sys.argv[1:])
+    run_rank(lambda: _write(private, RunFolder(path=run)), private)

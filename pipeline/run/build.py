@@ -25,6 +25,7 @@ from ...compression.errors import ConfigError, PenstockError
 from ...compression.names import AUTO
 from ...conf.groups import OF_THE_RUN, OF_TORCH, OURS, choices
 from ...conf.parts import MemoryConfig
+from ...conf.schema import TrainConfig
 from ...stages.device import CPU, grad_scaler
 from ...stages.memory.byte_budget import MemoryOptions
 from ...stages.meta_watch import META
@@ -33,8 +34,6 @@ from ..data.storage import local_copy
 from ..optimizer.scale import Scaler
 from .losses import cross_entropy
 
-SOURCES = ("load_weights", "init_weights")
-
 
 class ConstructorError(PenstockError):
     """A constructor of other people that raised; the options may be right."""
@@ -42,7 +41,7 @@ class ConstructorError(PenstockError):
 
 def is_bare(options: Mapping[str, Any]) -> bool:
     """True if the options of a model name a source of its values, so it is built on the meta device."""
-    return any(options.get(name) for name in SOURCES)
+    return bool(options.get("load_weights") or options.get("init_weights"))
 
 
 def sources(options: Mapping[str, Any], first_values: Path | None = None) -> dict[str, Any]:
@@ -52,10 +51,8 @@ def sources(options: Mapping[str, Any], first_values: Path | None = None) -> dic
     Raises: ConfigError: a function cannot be imported."""
     init = options.get("init_weights")
     try:
-        return {
-            "load_weights": options.get("load_weights") or first_values,
-            "init_weights": pkgutil.resolve_name(init) if init else None,
-        }
+        function = pkgutil.resolve_name(init) if init else None
+        return {"load_weights": options.get("load_weights") or first_values, "init_weights": function}
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"model.init_weights={init} cannot be imported ({str(error).splitlines()[0]}); write the dotted "
@@ -99,8 +96,8 @@ def samples(options: Mapping[str, Any], *, batch_size: int | None = None, labell
     """
     if local := options.get("local"):
         options = local_copy(options, str(local))
-    given = {"target": str(options["_target_"]), "skips": bool(options.get("skip_broken", False))}
-    return samples_of(_call("data", options), batch_size=batch_size, labelled=labelled, **given)
+    facts = {"target": str(options["_target_"]), "skips": bool(options.get("skip_broken", False))}
+    return samples_of(_call("data", options), batch_size=batch_size, labelled=labelled, **facts)
 
 
 def model(
@@ -150,7 +147,7 @@ def optimizer(
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return _call("optimizer", options, params=list(named))
 
-    _refused("optimizer", options, lambda: make([("weight", nn.Parameter(torch.zeros(1)))]))
+    _attempt("optimizer", options, lambda: make([("weight", nn.Parameter(torch.zeros(1)))]))
     return make
 
 
@@ -167,11 +164,8 @@ def scheduler(
     def make(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return _call("scheduler", options, optimizer=optimizer, total_steps=num_steps, T_max=num_steps)
 
-    _refused(
-        "scheduler",
-        options,
-        lambda: make(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)),
-    )
+    trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    _attempt("scheduler", options, lambda: make(trial))
     return make
 
 
@@ -191,16 +185,15 @@ def loss(options: Mapping[str, Any]) -> Callable[[Any, Any], torch.Tensor]:
             "(outputs, targets), or a class whose objects are called so"
         ) from error
     _, given, _ = _target("loss", options, facts)
-    given = instantiate(given, _convert_="all")
-    make = functools.partial(target, **given)
-    return _refused("loss", options, make) if is_class else make
+    make = functools.partial(target, **instantiate(given, _convert_="all"))
+    return _attempt("loss", options, make) if is_class else make
 
 
 def memory(options: MemoryConfig) -> MemoryOptions:
     """Return how a rank moves what waits in a tier, as ``memory.`` asks."""
-    ahead = {name: getattr(options, name) for name in ("prefetch_layers", "writeout_layers")}
-    ahead = {name: None if count == AUTO else count for name, count in ahead.items()}
-    return MemoryOptions(**ahead, host=options.host)
+    counts = (options.prefetch_layers, options.writeout_layers)
+    prefetch, writeout = (None if count == AUTO else count for count in counts)
+    return MemoryOptions(prefetch_layers=prefetch, writeout_layers=writeout, host=options.host)
 
 
 def autocast(name: str | None) -> torch.dtype | None:
@@ -213,24 +206,22 @@ def scaler(loss_scale: str | float | None, device: torch.device = CPU) -> Scaler
     return grad_scaler(device) if isinstance(loss_scale, str) else loss_scale
 
 
-def check_targets(config: object) -> None:
-    """Refuse targets that cannot be imported, or do not take their options, before anything is made.
-
-    Raises: ConfigError: it names the option.
-    """
+def check_targets(config: TrainConfig) -> None:
+    """Refuse targets that cannot be imported, or do not take their options, before anything is made."""
     for group, facts in FACTS.items():
-        options = getattr(config, group, None)
+        options = getattr(config, group)
         if options and not (group == "scheduler" and "_target_" not in options):
             _target(group, options, facts)
-    loss(getattr(config, "loss", {}))
+    loss(config.loss)
+    optimizer(config.optimizer)
 
 
 def _call(group: str, options: Mapping[str, Any], **facts: Any) -> Any:
     """Call the group's target with the user's options, and with those facts it takes that were not given."""
     target, given, known = _target(group, options, facts)
-    told = {name: value for name, value in facts.items() if name in known and given.get(name) is None}
+    facts = {name: value for name, value in facts.items() if name in known and given.get(name) is None}
     try:
-        return target(**{**instantiate(given, _convert_="all"), **told})
+        return target(**instantiate(given, _convert_="all") | facts)
     except PenstockError:
         raise
     except Exception as error:  # a constructor of other people
@@ -300,12 +291,12 @@ def _of_torch(group: str, name: str) -> Callable[..., Any]:
     )
 
 
-def _refused(group: str, options: Mapping[str, Any], attempt: Callable[[], Any]) -> Any:
-    """Return what ``attempt`` makes.
+def _attempt(group: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """Return what ``make`` makes.
 
     Raises: ConfigError: it refuses the values of the options."""
     try:
-        return attempt()
+        return make()
     except (ValueError, TypeError) as error:
         given = [f"{group}.{name}={value}" for name, value in options.items() if name != "_target_"]
         raise ConfigError(f"{' '.join(given)} is refused: {error}") from error

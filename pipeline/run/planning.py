@@ -41,7 +41,7 @@ from .determinism import place
 from .early import program
 from .losses import CROSS_ENTROPY, OF_MODEL
 from .run_folder import RunFolder
-from .schedule_comparison import SYNCHRONOUS, Comparison, compare
+from .schedule_comparison import SYNCHRONOUS, compare
 from .timeline import Panel, draw, perfetto_trace
 
 
@@ -65,16 +65,14 @@ def example_inputs(config: PlanConfig, samples: Samples) -> Example:
 
     Raises: ConfigError: the batch has labels that the loss does not take."""
     inputs, targets = next(training_batches(config, samples, epoch=0))
-    check_labels(config, samples, targets)
+    _check_labels(config, samples, targets)
     given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
     number = min(config.micro_batches, len(tree_leaves(given)[0]))
     return tree_map(lambda tensor: tensor.tensor_split(number)[0].clone(), given)
 
 
-def check_labels(config: PlanConfig, samples: Samples, targets: Any) -> None:
-    """Refuse labels of the first batch that ``loss=cross_entropy`` cannot take.
-
-    Raises: ConfigError: they are no whole numbers, or none of the model's classes."""
+def _check_labels(config: PlanConfig, samples: Samples, targets: Any) -> None:
+    """Refuse labels of the first batch that ``loss=cross_entropy`` cannot take."""
     if config.loss.get("_target_", CROSS_ENTROPY) != CROSS_ENTROPY or not isinstance(targets, Tensor):
         return
     if targets.dtype not in (torch.int64, torch.uint8):
@@ -88,8 +86,7 @@ def check_labels(config: PlanConfig, samples: Samples, targets: Any) -> None:
     number = model.get("num_classes") or samples.describe.num_classes
     if not (ours and number):
         return
-    wrong = ((targets >= number) | ((targets < 0) & (targets != -100))).nonzero().tolist()
-    if wrong:
+    if wrong := ((targets >= number) | ((targets < 0) & (targets != -100))).nonzero().tolist():
         sample, *column = wrong[0]
         place = f"sample {sample}{f', column {column[0]},' if column else ''} of the first batch"
         raise ConfigError(
@@ -101,14 +98,13 @@ def check_labels(config: PlanConfig, samples: Samples, targets: Any) -> None:
 def count_steps(config: TrainConfig, samples: Samples) -> int:
     """Return how many steps the run takes."""
     num_steps = config.epochs * steps_of_an_epoch(config, samples)
-    return num_steps if config.max_steps is None else min(num_steps, config.max_steps)
+    return min(num_steps, config.max_steps or num_steps)
 
 
 def steps_of_an_epoch(config: PlanConfig, samples: Samples) -> int:
     """Return how many batches an epoch has."""
-    return samples.num_batches(
-        "train", batch_size=config.batch_size, drop_last=config.data.get("drop_last", True)
-    )
+    drop_last = config.data.get("drop_last", True)
+    return samples.num_batches("train", batch_size=config.batch_size, drop_last=drop_last)
 
 
 def count_updates(config: TrainConfig, samples: Samples) -> int:
@@ -143,22 +139,9 @@ def save_step(folder: RunFolder, spans: Sequence[Span], *, title: str) -> None:
     The upper panel says what the schedule alone makes of the step; what the lower one takes longer was lost
     on the links, or to instructions that took longer than usual.
     """
-    panels = [
-        Panel(title=SIMULATED, spans=simulate_spans(spans).spans),
-        Panel(title="measured", spans=spans),
-    ]
-    draw(panels, folder.timeline, title=title)
+    simulated = Panel(title=SIMULATED, spans=simulate_spans(spans).spans)
+    draw([simulated, Panel(title="measured", spans=spans)], folder.timeline, title=title)
     save_json(folder.trace, perfetto_trace(spans, title=title))
-
-
-def save_comparison(folder: RunFolder, found: Comparison, *, title: str) -> None:
-    """Write ``schedules.json`` and ``schedules.png``: a simulated step of every schedule on the same axis."""
-    save_json(folder.schedules, found.facts())
-    draw(found.panels(), folder.schedules_picture, title=title)
-
-
-OF_A_PLAN = "stages cuts ranks micro_batches extra_in_flight codec link weights_first recompute".split()
-"""What ``partition`` is asked for under the option's own name."""
 
 
 def prepare(config: PlanConfig) -> Samples:
@@ -173,23 +156,13 @@ def prepare(config: PlanConfig) -> Samples:
     return build.samples(config.data, batch_size=config.batch_size, labelled=labelled)
 
 
-def decide(
-    config: PlanConfig,
-    samples: Samples,
-    *,
-    model: nn.Module | None = None,
-    autocast: torch.dtype | None = None,
-    profile: Profile | None = None,
-) -> Plan:
-    """Return the plan for ``config``: trace and measure the model on one micro-batch, then choose the cuts.
+def decide(config: PlanConfig, profile: Profile) -> Plan:
+    """Return the plan for ``config`` and what was measured of the model.
 
-    Args:   model: what the configuration names, where it was made already.
-            autocast: the dtype that training will cast to.
-            profile: what was measured, where it was already.
-    Raises: PlanError: the model cannot be traced, or cut as asked.
+    Raises: PlanError: the model cannot be cut as asked.
     """
     plan = partition(
-        profile or look(config, samples, model=model, autocast=autocast),
+        profile,
         schedule=config.schedule,
         weights=config.weights,
         prediction=config.prediction,
@@ -216,18 +189,6 @@ class Recorded(NamedTuple):
         return measure(self.graph, self.example)
 
 
-def look(
-    config: PlanConfig,
-    samples: Samples,
-    *,
-    model: nn.Module | None = None,
-    autocast: torch.dtype | None = None,
-) -> Profile:
-    """Return what was measured of the model on one micro-batch; arguments and errors are those of
-    ``record``."""
-    return record(config, samples, model=model, autocast=autocast).measure()
-
-
 def record(
     config: PlanConfig,
     samples: Samples,
@@ -238,6 +199,7 @@ def record(
     """Trace the model on one micro-batch.
 
     Args:   model: what the configuration names, where it was made already.
+            autocast: the dtype that training will cast to.
     Raises: PlanError: the model cannot be traced.
     """
     model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
@@ -260,17 +222,16 @@ def record(
 
 def partition_options(config: PlanConfig) -> dict[str, Any]:
     """Return what ``partition`` is asked for beside the schedule and its weights."""
-    memory = config.memory
+    memory, replicas = config.memory, config.replicas
+    optimizer = build.optimizer(config.optimizer) if config.optimizer else None
+    same = "stages cuts ranks micro_batches extra_in_flight codec link weights_first recompute".split()
     return {
-        **{name: getattr(config, name) for name in OF_A_PLAN},
-        "replicas": config.replicas.count,
-        "exact": config.replicas.exact,
-        "sharded": config.replicas.sharded,
-        "owner": config.replicas.owner,
-        "shares": config.replicas.shares if isinstance(config.replicas.shares, list) else (),
-        "idle": config.replicas.idle,
-        "optimizer_state": state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None,
-        "by_element": bool(config.optimizer) and seems_by_element(build.optimizer(config.optimizer)),
+        **{name: getattr(config, name) for name in same},
+        **{name: getattr(replicas, name) for name in ("exact", "sharded", "owner", "idle")},
+        "replicas": replicas.count,
+        "shares": replicas.shares if isinstance(replicas.shares, list) else (),
+        "optimizer_state": state_per_byte(optimizer) if optimizer else None,
+        "by_element": optimizer is not None and seems_by_element(optimizer),
         "memory": memory.device,
         "tier": memory.tier,
         "weights_tier": memory.weights,
@@ -280,9 +241,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
 
 
 def _disk_rate(config: PlanConfig) -> float | None:
-    """Bytes per second of the disk, where the planner must choose whether to use it; 0: it may not be
-    used.
-    """
+    """Bytes per second of the disk, where the planner must choose whether to use it; 0: it may not."""
     memory = config.memory
     if memory.disk is not None and is_zero(memory.disk):
         return 0.0
@@ -291,17 +250,8 @@ def _disk_rate(config: PlanConfig) -> float | None:
     return disk_rate(DiskOptions(path=memory.path or Path.cwd()))
 
 
-def disk_options(config: PlanConfig, folder: RunFolder | None) -> DiskOptions:
-    """Return what the tier disk of a rank may use: the run folder, where this machine has it, or ``path``."""
-    memory = config.memory
-    path = memory.path or (folder.path if folder is not None and folder.path.is_dir() else None)
-    return DiskOptions(path=path, budget=memory.disk)
-
-
 def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -> Plan:
-    """Plan and simulate every schedule for ``config``, show them, and return the plan of the chosen one.
-
-    Args:   profile: what was measured of the model.
+    """Plan and simulate every schedule for ``config``, show and save them, and return the chosen plan.
 
     Raises: PenstockError: nothing can be planned as asked, or nothing fits.
     """
@@ -312,8 +262,10 @@ def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -
     found = compare(profile, **options)
     config.schedule = found.chosen.plan.schedule
     console.compared(found)
+    save_json(folder.schedules, found.facts())
     job = f"micro_batches={config.micro_batches} stages={found.chosen.plan.num_stages} ranks={config.ranks}"
-    save_comparison(folder, found, title=f"{model_name(config)}, simulated from measured layers: {job}")
+    title = f"{model_name(config)}, simulated from measured layers: {job}"
+    draw(found.panels(), folder.schedules_picture, title=title)
     return found.chosen.plan
 
 
@@ -322,30 +274,26 @@ def model_name(config: PlanConfig) -> str:
     return config.model.get("name") or config.model["_target_"].rpartition(".")[2]
 
 
-_MEASURED = "replicas.shares=measured: training begins with these shares and follows the speed of ranks"
-
-
 def views(
     config: PlanningConfig, graph: LayerGraph, profile: Profile, plan: Plan, folder: RunFolder
 ) -> tuple[list[str], list[Path]]:
-    """Write what ``config`` asks for into ``folder``; return the lines of the table, and the files.
-
-    Args:    graph, profile: what was recorded and measured of the model; plan: what was made of them.
-    Raises:  ConfigError: the folder cannot be written.
-    """
+    """Write what ``config`` asks for into ``folder``; return lines to print, and the files."""
     stages = [number for number, stage in enumerate(plan.stages) for _ in stage.layers]
-    rule = plan.policy.rule
+    rule, lines, files = plan.policy.rule, list[str](), list[Path]()
     versions = [rule.old_versions(stage, plan.num_stages) if rule else 0 for stage in stages]
     state = state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None
-    lines, files = [_MEASURED] if config.replicas.shares == MEASURED else [], list[Path]()
-    if config.graph:
-        from ...stages.profiling.graph_picture import draw
-
-        found = dependencies(
-            graph, profile, optimizer_state=1.0 if state is None else state, old_versions=versions
+    if config.replicas.shares == MEASURED:
+        lines.append(
+            "replicas.shares=measured: training begins with these shares and follows the speed of ranks"
         )
+    if config.graph:
+        from ...stages.profiling import graph_picture
+
+        of_all = 1.0 if state is None else state
+        found = dependencies(graph, profile, optimizer_state=of_all, old_versions=versions)
         found.save(folder.graph)
-        draw(folder.graph_picture, found, stages, title=f"{model_name(config)}: dependencies of its layers")
+        title = f"{model_name(config)}: dependencies of its layers"
+        graph_picture.draw(folder.graph_picture, found, stages, title=title)
         files += [folder.graph, folder.graph_picture]
     if config.memory.table:
         listed = rows(profile, stages, optimizer_state=state, old_versions=versions)

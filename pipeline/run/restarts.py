@@ -32,7 +32,6 @@ def persist(
 
     Args:   config: ``resume``, ``ranks`` and ``replicas`` become those of the last start.
             replan: makes the plan for other ranks, and keeps it in ``folder``.
-    Raises: PenstockError: what ended the last start.
     """
     before, lost_before, restart = config.resume, None, 0
     while True:
@@ -42,7 +41,10 @@ def persist(
         except Lost as lost:
             if config.replicas.shrink and (fewer := without(plan, lost.rank)):
                 plan = fewer
-                _take_replicas(config, plan)
+                config.ranks, config.stages = plan.num_ranks, plan.num_stages
+                config.replicas.count = list(plan.replicas)
+                if isinstance(config.replicas.shares, list):
+                    config.replicas.shares = [share for own in plan.shares for share in own]
                 folder.save(config, plan)
                 where = _go_back(config, folder, before)
                 console.warn(f"{lost}; {where}, without it: replicas.count={config.replicas.count}")
@@ -52,27 +54,22 @@ def persist(
                 raise
             at_once = lost.rank == lost_before is not None and _num_steps(folder) <= steps + 1
             lost_before = lost.rank
-            where = _go_back(config, folder, before)
-            told = f"{lost}; restart {restart} of {config.max_restarts} {where}"
+            sentence = (
+                f"{lost}; restart {restart} of {config.max_restarts} {_go_back(config, folder, before)}"
+            )
             if at_once and config.ranks > (config.min_ranks or config.ranks):
-                plan, how = _with_fewer_ranks(config, plan, replan)
-                told += f", {how}"
-            console.warn(told)
-
-
-def _take_replicas(config: TrainConfig, plan: Plan) -> None:
-    config.ranks, config.stages = plan.num_ranks, plan.num_stages
-    config.replicas.count = list(plan.replicas)
-    if isinstance(config.replicas.shares, list):
-        config.replicas.shares = [share for own in plan.shares for share in own]
+                config.ranks -= 1
+                try:
+                    plan = replan(config)
+                    sentence += f", with ranks={config.ranks}"
+                except PenstockError as error:
+                    config.ranks += 1
+                    sentence += f", with all ranks ({error})"
+            console.warn(sentence)
 
 
 def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:
-    """Let the run go on from its last checkpoint, or begin as it did before; return which, as a text.
-
-    Args:
-        before: The checkpoint from which it began at first.
-    """
+    """Let the run go on from its last checkpoint, or begin as it did ``before``; return which, as a text."""
     config.resume = AGAIN
     step = 0
     if resolve(config, folder, console.warn, threads=config.threads):
@@ -85,18 +82,5 @@ def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:
         return where
 
 
-def _with_fewer_ranks(
-    config: TrainConfig, plan: Plan, replan: Callable[[TrainConfig], Plan]
-) -> tuple[Plan, str]:
-    """Return the plan for one rank less, or the same where none can be made, and a text about it."""
-    config.ranks -= 1
-    try:
-        return replan(config), f"with ranks={config.ranks}"
-    except PenstockError as error:
-        config.ranks += 1
-        return plan, f"with all ranks ({error})"
-
-
 def _num_steps(folder: RunFolder) -> int:
-    """Number of steps in the metrics."""
     return folder.metrics.read_bytes().count(b"\n") if folder.metrics.exists() else 0

@@ -23,12 +23,12 @@ from ..distributed.launcher import init
 from ..distributed.process_group import World
 from ..runtime.agreement import Agreement
 from ..runtime.fingerprints import Fact
+from .build import check_targets
 from .resume import flat
 from .run_folder import RunFolder
 
 _AT = "the plan of rank 0"
-_SHARED_SECONDS = 5.0
-"""How long a file may take until another machine sees it."""
+_SHARED_SECONDS = 5.0  # until another machine sees a file
 
 
 def meet(config: TrainConfig) -> World:
@@ -78,6 +78,7 @@ def follow(config: TrainConfig, folder: RunFolder) -> tuple[Plan, RunFolder, Wor
     Args:    folder: as this rank would name it; the last part of its path becomes that of rank 0.
     Returns: the plan of rank 0, the run folder, and the ranks.
     Raises:  PenstockError: what was refused, here or on another rank; or rank 0 is lost."""
+    check_targets(config)
     world = meet(config)
     world.notices.wait_for(0, deadline=config.deadline)
     message = Agreement(world).exchange(_AT, None)[0]
@@ -87,9 +88,6 @@ def follow(config: TrainConfig, folder: RunFolder) -> tuple[Plan, RunFolder, Wor
 
 
 def _take(config: TrainConfig, folder: RunFolder, message: Any) -> tuple[Plan, RunFolder]:
-    """Check the message of rank 0, write its decisions into ``config``, return its plan and the run
-    folder.
-    """
     kinds = {"plan": dict, "threads": int, "resumes": bool, "folder": str, "record": str}
     right = isinstance(message, Mapping) and all(type(message.get(key)) is kinds[key] for key in kinds)
     if not right or message["threads"] < 1:
@@ -109,7 +107,6 @@ def _take(config: TrainConfig, folder: RunFolder, message: Any) -> tuple[Plan, R
 
 
 def _check_shared(folder: RunFolder, record: str) -> None:
-    """Refuse checkpoints into a folder that is not the one of rank 0."""
     until = time.monotonic() + _SHARED_SECONDS
     while _digest(folder) != record:
         if time.monotonic() > until:

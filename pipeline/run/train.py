@@ -16,7 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import nn
 from ...compression.errors import PenstockError, PlanError, ScheduleError
 from ...conf.parts import MEASURED
 from ...conf.schema import TrainConfig
+from ...stages.memory.disk import DiskOptions
 from ...stages.plan.plan import Plan
 from ...stages.seeds import TURN
 from ..data.samples import Samples
@@ -37,10 +38,9 @@ from ..distributed.threads import start_threads
 from ..pipeline import Pipeline
 from . import build, console, early, torchrun
 from .bounded import first_values, is_without_memory, make_model, return_freed_memory, write_first_values
-from .build import sources
 from .determinism import place
 from .judge import NOT_FINITE
-from .planning import Recorded, check_batches, count_updates, decide, disk_options, prepare
+from .planning import Recorded, check_batches, count_updates, decide, prepare, record
 from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
@@ -67,7 +67,6 @@ def train(
     given = early.check(config, typed)
     return_freed_memory(config)
     build.check_targets(config)
-    build.optimizer(config.optimizer)
     world = torchrun.meet(config) if launched and config.ranks > 1 else None
     with torchrun.planning(world):
         threads = config.threads
@@ -81,30 +80,25 @@ def train(
         # Among ranks that torchrun started, every one makes the model: some may be on other machines.
         recorded = write_first_values(config, samples, folder, start_process) if world is None else None
         with console.planning():
-            plan, pipe = build_run(
-                config, samples, given=given, source=source, folder=folder, recorded=recorded
-            )
-        del recorded
+            known: Any = {"given": given, "source": source, "recorded": recorded}
+            plan, pipe = build_run(config, samples, folder, **known)
+        del recorded, known
         folder.begin(console.warn, resumes=source is not None and source.own)
         folder.save(config, plan)
     console.begin(plan, folder.path)
 
     def start(config: TrainConfig, plan: Plan) -> None:
-        with _traced(config):
-            with folder.private() as told:  # what the ranks read; the run folder only keeps a record of it
-                told.tell(config, plan)
-                given: Any = {"errors": told.errors, "stages_of_rank": plan.stages_of_rank}
-                if config.replicas.threads:
-                    return start_threads(
-                        lambda world: join(copy.deepcopy(config), plan, folder, init=lambda **_: world),
-                        deadline=config.deadline,
-                        **given,
-                    )
-                start_ranks(__name__, [str(told.path), str(folder.path)], start=start_process, **given)
+        with _traced(config), folder.private() as told:  # what the ranks read; the run folder has a record
+            told.tell(config, plan)
+            ranks: Any = {"errors": told.errors, "stages_of_rank": plan.stages_of_rank}
+            if config.replicas.threads:
+                work = lambda world: join(copy.deepcopy(config), plan, folder, world)  # noqa: E731
+                return start_threads(work, deadline=config.deadline, **ranks)
+            start_ranks(__name__, [str(told.path), str(folder.path)], start=start_process, **ranks)
 
     def replan(config: TrainConfig) -> Plan:
         config.stages = stages
-        plan, _ = build_run(config, samples, folder=folder)
+        plan, _ = build_run(config, samples, folder)
         folder.save(config, plan)
         return plan
 
@@ -131,40 +125,37 @@ def train(
 def build_run(
     config: TrainConfig,
     samples: Samples,
-    *,
     folder: RunFolder,
+    *,
     given: Plan | None = None,
     source: Source | None = None,
     recorded: Recorded | None = None,
 ) -> tuple[Plan, Pipeline | None]:
     """Return the plan, unless it is ``given`` or that of ``source`` made anew, and the whole pipeline by it.
 
+    The pipeline refuses now what a rank would; None where no process is to have it whole.
+
     Args:   recorded: the model and its trace, where they were made already.
     Raises: PenstockError: the model cannot be trained as asked."""
     model = recorded.model if recorded else make_model(config, samples, folder)
     plan = given or (source and source.plan(config))
     if plan is None:
-        autocast, profile = build.autocast(config.autocast), recorded and recorded.measure()
-        plan = decide(config, samples, model=model, autocast=autocast, profile=profile)
+        autocast = build.autocast(config.autocast)
+        recorded = recorded or record(config, samples, model=model, autocast=autocast)
+        plan = decide(config, recorded.measure())
     if source:
         source.compare(config, plan, console.warn)
     config.stages = plan.num_stages
-    return plan, rehearse(config, plan, samples, model, folder)
-
-
-def rehearse(
-    config: TrainConfig, plan: Plan, samples: Samples, model: nn.Module, folder: RunFolder
-) -> Pipeline | None:
-    """Put the whole pipeline together, to refuse now what a rank would, unless no process is to have it."""
     check_batches(config, plan, samples)
     if is_without_memory(config, folder) and plan.num_ranks > 1:
-        return None
+        return plan, None
     try:
-        return assemble(config, plan, samples, model, folder=folder, world=World.alone())
+        return plan, assemble(config, plan, samples, model, folder, World.alone())
     except (PlanError, ScheduleError) as error:
-        given = next((name for name in ("plan", "program") if getattr(config, name)), None)
-        source = f"{given}={getattr(config, given)}: " if given else ""
-        raise type(error)(f"{source}{error}") from error
+        option = next(
+            (f"{name}={value}: " for name in ("plan", "program") if (value := getattr(config, name))), ""
+        )
+        raise type(error)(f"{option}{error}") from error
 
 
 def assemble(
@@ -172,9 +163,8 @@ def assemble(
     plan: Plan,
     samples: Samples,
     model: nn.Module,
-    *,
-    folder: RunFolder | None = None,
-    world: World | None = None,
+    folder: RunFolder,
+    world: World | None,
 ) -> Pipeline:
     """Return the pipeline of this process: in a group of ranks its own stages, else all of them.
 
@@ -182,6 +172,10 @@ def assemble(
             world: the ranks, where they are not those of the default process group.
     Raises: PenstockError: the model, the plan, the optimizer and the schedule do not go together.
     """
+    memory = config.memory
+    path = memory.path or (
+        folder.path if folder.path.is_dir() else None
+    )  # other machines may lack the folder
     return Pipeline(
         model,
         plan,
@@ -197,45 +191,33 @@ def assemble(
         world=world,
         device=place(config, local=world and world.rank),
         detect_anomaly=config.detect_anomaly,
-        memory=build.memory(config.memory),
-        disk=disk_options(config, folder),
+        memory=build.memory(memory),
+        disk=DiskOptions(path=path, budget=memory.disk),
         shares=MEASURED if config.replicas.shares == MEASURED else None,
-        **sources(config.model, first_values(folder)),
+        **build.sources(config.model, first_values(folder)),
     )
-
-
-def follow(config: TrainConfig, folder: RunFolder) -> tuple[Plan, RunFolder, World]:
-    """Return what ``join_world`` takes, on a rank other than 0 of those that torchrun started."""
-    build.check_targets(config)
-    build.optimizer(config.optimizer)
-    return torchrun.follow(config, folder)
 
 
 def join_world(config: TrainConfig, plan: Plan, folder: RunFolder, world: World) -> None:
     """Train as one of the ranks that torchrun started, who have met."""
     with _traced(config, folder.errors):
-        join(config, plan, folder, init=lambda **_: world)
+        join(config, plan, folder, world)
 
 
-def join(config: TrainConfig, plan: Plan, folder: RunFolder, *, init: Callable[..., World] = init) -> None:
-    """Train as one rank among others, who meet by ``init``."""
-    world = init(deadline=config.deadline)
+def join(config: TrainConfig, plan: Plan, folder: RunFolder, world: World | None = None) -> None:
+    """Train as one rank among others; without ``world`` they have yet to meet."""
+    world = world or init(deadline=config.deadline)
     return_freed_memory(config)
     with TURN:  # where ranks are threads: what a person's code draws here is its own
         samples = prepare(config)
         # No other reference to the model is kept: the pipeline drops the layers of other ranks.
         model = [make_model(config, samples, folder)]
-    given = None if thread_of(world.group) is None else world  # a process knows its own, and leaves it
-    pipe = assemble(config, plan, samples, model.pop(), folder=folder, world=given)
+    own = None if thread_of(world.group) is None else world  # a process knows its own, and leaves it
+    pipe = assemble(config, plan, samples, model.pop(), folder, own)
     with contextlib.ExitStack() as ends:
-        if given:
+        if own:
             ends.callback(pipe.close, keeps_model=False)
         train_rank(config, plan, folder, samples, pipe)
-
-
-if __name__ == "__main__":
-    told, run_folder = (RunFolder(path=Path(path)) for path in sys.argv[1:])
-    run_rank(lambda: join(told.read_config(), Plan.load(told.plan), run_folder), told.errors)
 
 
 @contextlib.contextmanager
@@ -254,3 +236,8 @@ def _traced(config: TrainConfig, errors: Path | None = None) -> Iterator[None]:
         if config.traceback:
             print(*trace, sep="\n", file=sys.stderr)
         raise
+
+
+if __name__ == "__main__":
+    told, run_folder = (RunFolder(path=Path(path)) for path in sys.argv[1:])
+    run_rank(lambda: join(told.read_config(), Plan.load(told.plan), run_folder), told.errors)

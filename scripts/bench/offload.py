@@ -38,7 +38,7 @@ from penstock.compression.errors import ConfigError, TransportError
 from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.run.losses import cross_entropy as loss
-from penstock.pipeline.run.planning import look, model_name
+from penstock.pipeline.run.planning import model_name, record
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.runtime.meter import ResidentMemory
 from penstock.stages.files import reason, save_json
@@ -113,7 +113,7 @@ def bench(asked: Options, path: Path) -> Results:
         with memory_group():  # refuses where there is none
             pass
     job = Job(config)
-    profile = look(config, job.samples)
+    profile = record(config, job.samples).measure()
     names = ("batch_size", "codec", "micro_batches", "seed", "threads")
     facts = {"model": model_name(config)} | {name: getattr(config, name) for name in names}
     facts |= {name: getattr(asked, name) for name in ("repeats", "steps", "warmup")}

@@ -30,7 +30,7 @@ from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.run.losses import cross_entropy as loss
 from penstock.pipeline.run.metrics import DIRECTIONS, Totals, ratio
-from penstock.pipeline.run.planning import look, model_name
+from penstock.pipeline.run.planning import model_name, record
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.runtime.report import Report
 from penstock.stages.plan.plan import Plan
@@ -167,7 +167,7 @@ def plans_of(config: TrainConfig, entrants: Mapping[str, Entrant]) -> dict[str, 
     """Plan every entrant from one measurement of the model; those of as many stages have the same cuts."""
     job, plans, cuts = Job(config), dict[str, Plan](), dict[int, Any]()
     model = job.model()
-    profile = look(config, job.samples, model=model)
+    profile = record(config, job.samples, model=model).measure()
     for name, entrant in entrants.items():
         stages = config.ranks * entrant.stages_per_rank
         chosen = config.cuts if config.cuts is not None and len(config.cuts) == stages - 1 else None

@@ -25,7 +25,7 @@ from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.run.losses import cross_entropy as loss
-from penstock.pipeline.run.planning import look, model_name
+from penstock.pipeline.run.planning import model_name, record
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.schedules.instruction import Op
 from penstock.pipeline.schedules.replicated import step_programs
@@ -90,7 +90,7 @@ def bench(asked: Options, path: Path) -> Results:
 def plans_of(asked: Options, job: Job) -> dict[str, Plan]:
     """Plan every side from one measurement of the model; with the part speeds also shares by speed."""
     config = job.config
-    profile = look(config, job.samples)
+    profile = record(config, job.samples).measure()
     common: Any = {"micro_batches": config.micro_batches, "codec": config.codec, "extra_in_flight": 0}
     names = dict.fromkeys(name for part in asked.parts for name in PARTS[part])
     plans = {name: partition(profile, **SIDES[name], **common) for name in names}

@@ -11,7 +11,7 @@ import penstock
 from penstock import PlanError
 from penstock.conf.schema import PlanConfig
 from penstock.pipeline.run.build import samples
-from penstock.pipeline.run.planning import look
+from penstock.pipeline.run.planning import record
 
 
 def scaled(x):
@@ -177,9 +177,9 @@ def test_a_run_is_told_its_leaves_by_an_option():
     model = {"_target_": "penstock.pipeline.models.mlp", "hidden": [8], "leaves": ["Sequential.1"]}
     config = PlanConfig(model=model, data=data, batch_size=16, micro_batches=2, threads=1)
     with pytest.raises(PlanError, match=r"found 'Sequential\.1'"):
-        look(config, samples(config.data, batch_size=16))
+        record(config, samples(config.data, batch_size=16))
     config.model["leaves"] = ["ReLU"]
-    profile = look(config, samples(config.data, batch_size=16))
+    profile = record(config, samples(config.data, batch_size=16)).measure()
     assert any(leaf in {layer.module for layer in profile.layers} for leaf in profile.leaves)
 
 
