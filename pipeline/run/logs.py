@@ -10,9 +10,9 @@ import contextlib
 import csv
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...stages.files import reason, refusing, remedy
 from ..runtime.report import Report
@@ -20,6 +20,8 @@ from .metrics import step_line
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
+
+Row = TypeVar("Row")
 
 
 class JsonLog:
@@ -37,7 +39,12 @@ class JsonLog:
         self._path, self._tell, self._told = path or Path(os.devnull), tell, False
         self._waiting = collections.deque[bytes]()
         with refusing(self._path):
-            kept = _lines_before(first, self._path) if first and path else []
+            lines = (
+                self._path.read_bytes().splitlines(keepends=True) if first and self._path.is_file() else []
+            )
+            kept = _before(
+                first, lines, lambda line: json.loads(line)["step"] if line[-1:] == b"\n" else first
+            )
             self.last: Mapping[str, Any] = json.loads(kept[-1]) if kept else {}
             self._num_lines, self._size = len(kept), sum(map(len, kept))  # of whole lines
             self._last_size = len(kept[-1]) if kept else 0
@@ -99,52 +106,48 @@ class JsonLog:
             self._file.seek(self._size)
 
 
-def _lines_before(first: int, path: Path) -> list[bytes]:
-    """Read the lines of the steps before ``first``."""
+def _before(first: int, rows: Iterable[Row], step_of: Callable[[Row], int]) -> list[Row]:
+    """Rows up to the first that is damaged, or of a step from ``first`` on."""
     kept = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+    for row in rows:
         try:
-            if not line.endswith(b"\n") or json.loads(line)["step"] >= first:
+            if step_of(row) >= first:
                 break
         except (ValueError, KeyError, TypeError):
             break
-        kept.append(line)
+        kept.append(row)
     return kept
 
 
-class SharesLog:
+@contextlib.contextmanager
+def shares_log(
+    pipe: Pipeline, path: Path | None, *, tell: Callable[[str], None]
+) -> Iterator[Callable[[Report], None]]:
     """``shares.jsonl``: the weights by which replicas take micro-batches, and from which step on.
 
-    A line for the step that a run begins with, and one whenever shares change; without a path or replicas,
-    nothing.
+    A line for the step that a run begins with, and one whenever shares change, of which ``tell`` is told;
+    without a path or replicas, nothing. The block has what is called after each step.
     """
+    if path is None or max(pipe.plan.replicas) == 1 or pipe.world.is_alone:
+        yield lambda report: None
+        return
+    with JsonLog(path, tell=tell, first=pipe.num_steps) as log:
 
-    def __init__(self, pipe: Pipeline, path: Path | None, *, tell: Callable[[str], None]) -> None:
-        replicated = max(pipe.plan.replicas) > 1 and not pipe.world.is_alone
-        self._pipe, self._tell = pipe, tell
-        self._log = JsonLog(path, tell=tell, first=pipe.num_steps) if path and replicated else None
-        self._append()
+        def append() -> bool:
+            shares = [list(own) for own in pipe.plan.shares]
+            if shares == log.last.get("shares"):
+                return False
+            log.append({"step": pipe.num_steps, "shares": shares, "cuts": list(pipe.plan.cuts)})
+            return True
 
-    def __enter__(self) -> SharesLog:
-        return self
+        def after(report: Report) -> None:
+            if append():
+                shares = enumerate(pipe.plan.shares)
+                stages = ", ".join(f"stage {stage} {list(own)}" for stage, own in shares if len(own) > 1)
+                tell(f"shares of replicas behind step {report.step + 1}: {stages}")
 
-    def __exit__(self, *error: object) -> None:
-        if self._log:
-            self._log.__exit__(*error)
-
-    def after(self, report: Report) -> None:
-        """Write the shares of the next step, if they are others, and say so."""
-        if self._append():
-            shares = enumerate(self._pipe.plan.shares)
-            stages = ", ".join(f"stage {stage} {list(own)}" for stage, own in shares if len(own) > 1)
-            self._tell(f"shares of replicas behind step {report.step + 1}: {stages}")
-
-    def _append(self) -> bool:
-        plan, shares = self._pipe.plan, [list(own) for own in self._pipe.plan.shares]
-        if self._log is None or shares == self._log.last.get("shares"):
-            return False
-        self._log.append({"step": self._pipe.num_steps, "shares": shares, "cuts": list(plan.cuts)})
-        return True
+        append()
+        yield after
 
 
 COLUMNS: Sequence[str] = (
@@ -155,82 +158,64 @@ COLUMNS: Sequence[str] = (
 )  # fmt: skip
 
 
-class Logger(Protocol):
-    """Writes numbers by their names."""
-
-    def write(self, step: int, numbers: Mapping[str, float | None]) -> None:
-        """Write what belongs to ``step``; None is a number that is none."""
-        ...
-
-    def close(self) -> None:
-        """Write what still waits."""
-        ...
+Logger = tuple[Callable[[int, Mapping[str, Any]], object], Callable[[], object]]
+"""Functions that write the numbers of a step by their names, of which None is none, and close."""
 
 
-class _Table:
+def _table(folder: Path, first: int, options: Mapping[str, Any]) -> Logger:
     """``metrics.csv``: a line a step, and one for each test with the other columns left empty."""
-
-    def __init__(self, folder: Path, *, first: int, options: Mapping[str, Any]) -> None:
-        """Begin at step ``first``: lines of earlier steps stay, later ones are cut off."""
-        path = folder / "metrics.csv"
-        kept = _rows_before(first, path) if first and path.exists() else []
-        self._file = path.open("w", newline="", encoding="utf-8", buffering=1)
-        self._rows = csv.DictWriter(self._file, COLUMNS)
-        self._rows.writeheader()
-        self._rows.writerows(kept)
-
-    def write(self, step: int, numbers: Mapping[str, float | None]) -> None:
-        self._rows.writerow({"step": step, **numbers})
-
-    def close(self) -> None:
-        self._file.close()
+    path, kept = folder / "metrics.csv", []
+    if first and path.exists():  # the test after the last step before is taken again
+        with path.open(newline="", encoding="utf-8") as before:
+            kept = _before(first, csv.DictReader(before), lambda row: (
+                first if None in row.values() else int(row["step"]) + bool(row["test_loss"])
+            ))  # fmt: skip
+    file = path.open("w", newline="", encoding="utf-8", buffering=1)
+    rows = csv.DictWriter(file, COLUMNS)
+    rows.writeheader()
+    rows.writerows(kept)
+    return lambda step, numbers: rows.writerow({"step": step, **numbers}), file.close
 
 
-class _TensorBoard:
+def _tensorboard(folder: Path, first: int, options: Mapping[str, Any]) -> Logger:
     """Events in ``tensorboard/``, for ``tensorboard --logdir`` of this run or of the folder of all runs."""
+    from torch.utils.tensorboard import SummaryWriter  # takes a second
 
-    def __init__(self, folder: Path, *, first: int, options: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first or None)
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first or None)
-
-    def write(self, step: int, numbers: Mapping[str, float | None]) -> None:
+    def write(step: int, numbers: Mapping[str, Any]) -> None:
         for name, number in numbers.items():
             if number is not None:
-                self._writer.add_scalar(name, number, step)
+                writer.add_scalar(name, number, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return write, writer.close
 
 
-class _WeightsAndBiases:
+def _weights_and_biases(folder: Path, first: int, options: Mapping[str, Any]) -> Logger:
     """A run in ``wandb/`` with the options of this one; those of a run that goes on share a group."""
+    import wandb
 
-    def __init__(self, folder: Path, *, first: int, options: Mapping[str, Any]) -> None:
-        import wandb
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "penstock"),
+        name=f"{folder.name} from step {first}" if first else folder.name,
+        group=folder.name,
+        dir=folder,
+        config=dict(options),
+        mode=None if "WANDB_MODE" in os.environ else "offline",
+        # What this process prints is ours to show, and a person reads it in one place.
+        settings=wandb.Settings(console="off", silent=True),
+    )
 
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "penstock"),
-            name=f"{folder.name} from step {first}" if first else folder.name,
-            group=folder.name,
-            dir=folder,
-            config=dict(options),
-            mode=None if "WANDB_MODE" in os.environ else "offline",
-            # What this process prints is ours to show, and a person reads it in one place.
-            settings=wandb.Settings(console="off", silent=True),
-        )
+    def write(step: int, numbers: Mapping[str, Any]) -> None:
+        run.log({name: number for name, number in numbers.items() if number is not None}, step=step)
 
-    def write(self, step: int, numbers: Mapping[str, float | None]) -> None:
-        self._run.log({name: number for name, number in numbers.items() if number is not None}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return write, run.finish
 
 
-LOGGERS: Mapping[str, Callable[..., Logger]] = {
-    "csv": _Table,
-    "tensorboard": _TensorBoard,
-    "wandb": _WeightsAndBiases,
+LOGGERS: Mapping[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
+    "csv": _table,
+    "tensorboard": _tensorboard,
+    "wandb": _weights_and_biases,
 }
 
 
@@ -241,40 +226,34 @@ class Loggers:
           show them; tell: is called with a sentence about one that failed."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        folder: Path,
-        *,
-        first: int,
-        options: Mapping[str, Any],
-        tell: Callable[[str], None],
+        self, names: Sequence[str], folder: Path, *, first: int, options: Any, tell: Callable[[str], None]
     ) -> None:
         self._tell, self._loggers = tell, dict[str, Logger]()
         for name in names:
             with self._without(name):
-                self._loggers[name] = LOGGERS[name](folder, first=first, options=options)
+                self._loggers[name] = LOGGERS[name](folder, first, options)
 
     def __enter__(self) -> Loggers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._each(lambda logger: logger.close())
+        self._each(lambda write, close: close())
 
     def step(self, report: Report) -> None:
         """Write what a step did."""
         line = step_line(report)
         step = line.pop("step")
-        self._each(lambda logger: logger.write(step, line))
+        self._each(lambda write, close: write(step, line))
 
     def test(self, step: int, results: Mapping[str, float]) -> None:
         """Write the results of a test behind ``step`` by their names."""
         numbers = {f"test_{name}": result for name, result in results.items()}
-        self._each(lambda logger: logger.write(step, numbers))
+        self._each(lambda write, close: write(step, numbers))
 
-    def _each(self, do: Callable[[Logger], None]) -> None:
+    def _each(self, do: Callable[..., object]) -> None:
         for name, logger in list(self._loggers.items()):
             with self._without(name):
-                do(logger)
+                do(*logger)
 
     @contextlib.contextmanager
     def _without(self, name: str) -> Iterator[None]:
@@ -285,17 +264,3 @@ class Loggers:
             self._loggers.pop(name, None)
             said = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._tell(f"logger={name} failed ({said}); training goes on without it")
-
-
-def _rows_before(first: int, path: Path) -> list[dict[str, str]]:
-    """Read the rows before step ``first``; the test after that step is taken again."""
-    kept = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            try:
-                if int(row["step"]) + bool(row["test_loss"]) >= first or None in row.values():
-                    break
-            except (ValueError, KeyError, TypeError):
-                break
-            kept.append(row)
-    return kept

@@ -36,7 +36,7 @@ from ..runtime.report import Report
 from . import console
 from .checkpoints import Checkpoints, keeping, write_model
 from .judge import Judge
-from .logs import JsonLog, Loggers, SharesLog
+from .logs import JsonLog, Loggers, shares_log
 from .metrics import Totals, numbers_of_test, step_line, summarise
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
 from .resume import position, take_over
@@ -44,51 +44,11 @@ from .run_folder import RunFolder
 from .tables import foretell, overrun
 
 
-class Asked:
-    """Listens while a run trains; ``after`` every step, and ``between`` batches of a test, it may end here.
-
-    Args: keep: writes a checkpoint and waits for it; collective."""
-
-    def __init__(self, pipe: Pipeline, keep: Callable[[], None]) -> None:
-        self.pipe, self.keep = pipe, keep
-        self._listening = contextlib.ExitStack()
-
-    def __enter__(self) -> Asked:
-        self._listening.enter_context(hearing(self.pipe.world.group, self._note))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listening.close()
-
-    def after(self, report: Report) -> None:
-        """Stop behind a step whose report says that a rank was asked to.
-
-        Raises: Stopped: one was, on every rank."""
-        if report.asked:
-            self._stop(report.asked)
-
-    def between(self) -> None:
-        """The same in the middle of a test, which is done again by the run that goes on; collective.
-
-        Raises: Stopped: a rank was asked to stop."""
-        rows = self.pipe.world.all_gather([self.pipe.asked], at="the middle of a test")
-        if asked := int(max(row[0] for row in rows)):
-            self._stop(asked)
-
-    def _note(self, number: int) -> None:
-        self.pipe.asked = number
-
-    def _stop(self, number: int) -> None:
-        self.keep()
-        self.pipe.close()
-        raise Stopped(number)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
     """Steps from the beginning of a run to its end.
 
-    Args:
+    Attributes:
         done: Steps before it, of ``steps``.
         every: Steps from one test to the next within an epoch; 0: no such tests.
         tests: Batches of the test split."""
@@ -149,27 +109,33 @@ def loader(
 ) -> BatchLoader:
     """Return what loads the batches of ``ahead`` on this rank, as far as it computes with them; collective.
 
-    Where samples may be left out every rank reads all, to leave out the same ones.
     Raises: ConfigError: the samples cannot be cached as asked."""
-    train, through = share(config, samples, pipe, folder=folder, tell=tell)
-    if through is not None:
-        _await_turn(pipe, through, tell)
-    skips = bool(config.data.get("skip_broken", False))
-    needs = Needs()
+    # 1. the broker may give first epochs their turns; no rank's wait ends meanwhile
+    train, through = _share(config, samples, pipe, folder=folder, tell=tell)
+    waits = False
+    while through and not pipe.world.broadcast(
+        float(pipe.rank > 0 or through.cache.has_turn()), 0, at="its turn"
+    ):
+        if not waits:
+            tell("waits until the first epoch of another job is over: the cache has warm_up=alone")
+        waits = True
+        time.sleep(0.2)
+    # 2. what this rank reads; where samples may be left out all of it, to leave out the same ones
+    skips, needs = bool(config.data.get("skip_broken", False)), Needs()
     if not skips:
-        test = pipe.reads_tests()
-        split = () if through is not None else _split(pipe)
-        needs = Needs(inputs=pipe.reads_inputs, targets=pipe.reads_targets, split=split, test=test)
+        in_parts = not through and pipe.plan.replicas[0] > 1 and not pipe.load_balancer.follows
+        split = tuple(map(pipe.reads, range(pipe.plan.micro_batches))) if in_parts else ()
+        reads = {"inputs": pipe.reads_inputs, "targets": pipe.reads_targets, "test": pipe.reads_tests()}
+        needs = Needs(**reads, split=split)
     tables = {"train": train} | ({} if samples.test is None else {"test": samples.test})
-    read = {
-        split: table for split, table in tables.items() if needs.inputs or not isinstance(table, PartTable)
-    }
+    read = {name: table for name, table in tables.items() if needs.inputs or not isinstance(table, PartTable)}
+    brings = {"train": through} if through is not None and "train" in read else {}
+    # 3. who loads it
     spare = cores() // local_ranks(config.ranks) - (config.threads or 1)
     asked = config.data.get("workers", AUTO)
     threads = config.replicas.threads  # a process is not forked from among them, and one for each is dear
     asked = 0 if threads and asked == AUTO else asked
     workers = workers_of(asked, read.values(), cores=spare) if read else 0
-    brings = {"train": through} if through is not None and "train" in read else {}
     reading = BatchReader(
         tables=tables,
         batch_size=config.batch_size,
@@ -193,30 +159,11 @@ def loader(
     )
 
 
-def _await_turn(pipe: Pipeline, through: CacheReader, tell: Callable[[str], None]) -> None:
-    """Wait until the broker lets this run begin its first epoch; collective, so that no rank's wait ends."""
-    waits = False
-    while not pipe.world.broadcast(float(pipe.rank > 0 or through.cache.has_turn()), 0, at="its turn"):
-        if not waits:
-            tell("waits until the first epoch of another job is over: the cache has warm_up=alone")
-        waits = True
-        time.sleep(0.2)
-
-
-def _split(pipe: Pipeline) -> tuple[bool, ...]:
-    """For each micro-batch, True if this rank reads its inputs; empty where no rank reads a part of them, or
-    the parts are not known ahead."""
-    if pipe.plan.replicas[0] == 1 or pipe.load_balancer.follows:
-        return ()
-    return tuple(pipe.reads(micro_batch) for micro_batch in range(pipe.plan.micro_batches))
-
-
 BETWEEN = 10  # batches of a test; an exchange behind each would cost small ones a tenth of their time
 
 
 def run_epochs(
     pipe: Pipeline,
-    plan: Plan,
     config: TrainConfig,
     ahead: Course,
     loader: BatchLoader,
@@ -258,10 +205,9 @@ def run_epochs(
 
 
 def evaluate(
-    pipe: Pipeline, batches: Iterable[tuple[Any, Any]], *, between: Callable[[], None] = lambda: None
+    pipe: Pipeline, batches: Iterable[tuple[Any, Any]], *, between: Callable[[], None]
 ) -> dict[str, float]:
-    """Return the mean loss over the batches of a test, and for classes the accuracy, on every rank; nothing
-    of no batch."""
+    """Return the mean loss over the batches of a test, and for classes the accuracy; nothing of no batch."""
     criterion, number = pipe.engine.criterion, 0
     means = Means({"accuracy": _share_right, "loss": criterion.loss}, autocast=criterion.autocast)
     for number, (inputs, targets) in enumerate(batches, start=1):
@@ -289,6 +235,19 @@ def _share_right(outputs: Any, targets: Any) -> float:
 
 def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samples, pipe: Pipeline) -> None:
     """Train this rank's stages; rank 0 also tells and writes what happens."""
+
+    def stop(number: int) -> None:
+        """End every rank behind a checkpoint; collective."""
+        kept.now()
+        pipe.close()
+        raise Stopped(number)
+
+    def between() -> None:
+        """Stop in the middle of a test, which the run that goes on does again; collective."""
+        rows = pipe.world.all_gather([pipe.asked], at="the middle of a test")
+        if asked := int(max(row[0] for row in rows)):
+            stop(asked)
+
     num_steps, first = count_steps(config, samples), pipe.rank == 0
     totals = Totals(num_stages=plan.num_stages)
     mark = folder.mark() if first else None
@@ -306,20 +265,21 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         best_step = judge.best_step if config.checkpoint.best else 0
         with (
             JsonLog(path, tell=tell, first=pipe.num_steps) as metrics,
-            SharesLog(pipe, folder.shares if first else None, tell=tell) as shares,
+            shares_log(pipe, folder.shares if first else None, tell=tell) as log_shares,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell, best_step=best_step) as kept,
-            Asked(pipe, kept.now) as asked,
+            hearing(pipe.world.group, lambda number: setattr(pipe, "asked", number)),
             contextlib.closing(loads) as batches,
         ):
             totals.load(notes.get("totals"))
             kept.notes = lambda: {"config": options, "totals": vars(totals), "judge": judge.state()}
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
             see += [foretell(plan, tell), overrun(plan, tell)]
-            see += [loggers.step, judge.step, kept.after, asked.after, shares.after]
+            see += [loggers.step, judge.step, kept.after]
+            see += [lambda report: stop(report.asked) if report.asked else None, log_shares]
             log = [loggers.test, lambda step, results: metrics.amend(step, numbers_of_test(results))]
-            more = {"judge": judge, "see": see, "between": asked.between, "log": log, "note": tell}
-            test = run_epochs(pipe, plan, config, ahead, batches, best=kept.best, **more)
+            more = {"judge": judge, "see": see, "between": between, "log": log, "note": tell}
+            test = run_epochs(pipe, config, ahead, batches, best=kept.best, **more)
     pipe.drain()
     data = pipe.world.all_gather_json(batches.figures, at="the end of its data")
     spans, flows = pipe.timeline(), pipe.flows()
@@ -330,11 +290,10 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
     with keeping(folder.model):
         if spans:  # a run that goes on may have had no step left
             save_step(folder, spans, title=_title(config, plan, step=pipe.num_steps - 1))
-        told = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
-        told |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
-        told |= {"sizes": sizes, "test": test, "resumed_from": resumed, "data": data}
-        told |= {"ended_early": judge.ended or None}
-        save_json(folder.summary, summarise(totals, plan, **told))
+        facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
+        facts |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
+        facts |= {"resumed_from": resumed, "data": data, "ended_early": judge.ended or None}
+        save_json(folder.summary, summarise(totals, plan, sizes=sizes, test=test, **facts))
 
 
 def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
@@ -345,33 +304,27 @@ def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
 
 
 def check_tests(config: TrainConfig, samples: Samples) -> None:
-    """Refuse what depends on tests, where there is nothing to test on.
-
-    Raises: ConfigError: it names the option."""
+    """Refuse what depends on tests, where there is nothing to test on."""
     asked = {"eval.every": config.eval.every, "eval.patience": config.eval.patience}
     asked |= {"checkpoint.best": config.checkpoint.best}
-    if samples.test is None and (given := next((name for name, value in asked.items() if value), None)):
-        raise ConfigError(
-            f"{given}={asked[given]} needs samples to test on, and the data have none; return (train, test) "
-            f"from data._target_, or leave out {given}="
-        )
+    for name, value in asked.items():
+        if value and samples.test is None:
+            raise ConfigError(
+                f"{name}={value} needs samples to test on, and the data have none; return (train, test) "
+                f"from data._target_, or leave out {name}="
+            )
 
 
 def check_cache(config: TrainConfig, samples: Samples) -> None:
-    """Refuse now samples that cannot be cached, where that is asked for.
-
-    Raises: ConfigError: they have no numbers, or do not tell how they are read."""
+    """Refuse now samples that cannot be cached, where that is asked for."""
     if config.cache.mode != "none" and not in_memory(samples.train):
         sample_source(_dataset(samples.train), decoded=config.cache.decoded)
 
 
-def share(
+def _share(
     config: TrainConfig, samples: Samples, pipe: Pipeline, *, folder: Path, tell: Callable[[str], None]
 ) -> tuple[Table, CacheReader | None]:
-    """Return the samples to train on as this rank reads them, and what brings them through the cache, if
-    that was asked for; collective.
-
-    Raises: ConfigError: they cannot be cached."""
+    """Return the samples to train on, and what brings them through the cache, if asked for; collective."""
     options, table = config.cache, samples.train
     if options.mode == "none":
         return table, None

@@ -329,21 +329,15 @@ def test_a_run_that_goes_on_cuts_off_what_is_done_again(tmp_path, left):
 
 @pytest.mark.parametrize("when", ["open", "write", "close"])
 def test_what_fails_is_told_once_and_ends_nothing(tmp_path, when, monkeypatch):
-    class Broken:
-        def __init__(self, *_: object, **__: object) -> None:
-            self.fail("open")
+    def fail(now: str) -> None:
+        if now == when:
+            raise OSError(28, "No space left on device")
 
-        def fail(self, now: str) -> None:
-            if now == when:
-                raise OSError(28, "No space left on device")
+    def broken(*_: object) -> logs.Logger:
+        fail("open")
+        return lambda *_: fail("write"), lambda: fail("close")
 
-        def write(self, *_: object) -> None:
-            self.fail("write")
-
-        def close(self) -> None:
-            self.fail("close")
-
-    monkeypatch.setitem(logs.LOGGERS, "broken", Broken)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(logs.LOGGERS, "broken", broken)  # pyright: ignore[reportArgumentType]
     told: list[str] = []
     with opened(["broken", "csv"], tmp_path, told=told) as log:
         for step in range(3):

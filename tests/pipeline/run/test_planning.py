@@ -14,7 +14,7 @@ from penstock import ConfigError, Plan, PlanError, partition
 from penstock.conf.parts import MemoryConfig, ReplicasConfig
 from penstock.conf.schema import PlanConfig, TrainConfig
 from penstock.pipeline.run import early
-from penstock.pipeline.run.logs import SharesLog
+from penstock.pipeline.run.logs import shares_log
 from penstock.pipeline.run.schedule_comparison import SYNCHRONOUS, candidate, compare
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import command
@@ -236,12 +236,12 @@ def test_a_resumed_run_keeps_the_logged_shares_before_it_and_repeats_none(tmp_pa
         """Train from step ``first`` on, with the shares of ``courses`` after each step."""
         pipe: Any = SimpleNamespace(plan=plan.with_shares(courses[0]), num_steps=first)
         pipe.world = SimpleNamespace(is_alone=False)
-        with SharesLog(pipe, path, tell=messages.append) as log:
+        with shares_log(pipe, path, tell=messages.append) as log_shares:
             for shares in courses[1:]:
                 report: Any = SimpleNamespace(step=pipe.num_steps)
                 pipe.num_steps += 1
                 pipe.plan = plan.with_shares(shares)
-                log.after(report)
+                log_shares(report)
 
     even, more, most = ([(1, 1), (1,)], [(2, 1), (1,)], [(3, 1), (1,)])
     log(0, [even, more, more, even, most])
