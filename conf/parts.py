@@ -208,31 +208,11 @@ class ReplicasConfig:
         """True if a stage may have more than one."""
         return self.count != 1
 
-    def check_shrink(self, *, plan: str | None) -> None:
-        """Refuse to go on with fewer where there is one of each stage."""
-        if self.shrink and not self.several and plan is None:
-            raise ConfigError(
-                "replicas.shrink=true does without a replica that is lost, found replicas.count=1; add "
-                "replicas.count=, or take max_restarts= and min_ranks="
-            )
-
     def num_stages(self, ranks: int) -> int:
         """Return the least number of stages on so many ranks."""
         if self.auto:
             return 1
         return len(self.count) if isinstance(self.count, list) else max(1, ranks // self.count)
-
-    def check_threads(self, *, ranks: int, max_restarts: int) -> None:
-        """Refuse what threads of one process cannot be."""
-        if not self.threads:
-            return
-        if ranks == 1:
-            raise ConfigError("replicas.threads=true gives each rank a thread, found ranks=1; raise ranks")
-        if max_restarts:
-            raise ConfigError(
-                "threads of one process are lost together, so none is started again, found "
-                f"replicas.threads=true and max_restarts={max_restarts}; drop either"
-            )
 
     def of_stages(self, num_stages: int) -> list[int]:
         """Return the least number that each stage has."""

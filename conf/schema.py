@@ -116,13 +116,7 @@ class PlanConfig:
             return len(self.cuts) + 1
         if self.stages is not None:
             return self.stages
-        if self.replicas.several:
-            return self.replicas.num_stages(self.ranks) * self._stages_a_rank
-        return self.ranks * self._stages_a_rank
-
-    @property
-    def _stages_a_rank(self) -> int:
-        return 2 if self.schedule in TWO_A_RANK else 1
+        return self.replicas.num_stages(self.ranks) * (2 if self.schedule in TWO_A_RANK else 1)
 
 
 @dataclass
@@ -183,46 +177,43 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"plan={self.plan} already decides the cuts; drop cuts={shown(self.cuts)}")
         if self.plan is not None and self.program is not None:
             raise ConfigError(f"plan={self.plan} already has its schedule; drop program={self.program}")
-        if self.streams and self.checkpoint.minutes is not None:
-            raise ConfigError(
-                "a checkpoint drains what is in flight without a flush, so its step decides bits, and "
-                f"checkpoint.minutes={self.checkpoint.minutes} hangs on the clock; give checkpoint.every="
-            )
-        if self.streams and self.checkpoint.best is not None:
-            raise ConfigError(
-                "a checkpoint drains what is in flight without a flush, so its step decides bits, and "
-                f"checkpoint.best={self.checkpoint.best} depends on a test; give checkpoint.every="
-            )
+        for name, reason in {"minutes": "hangs on the clock", "best": "depends on a test"}.items():
+            if self.streams and (value := getattr(self.checkpoint, name)) is not None:
+                raise ConfigError(
+                    "a checkpoint drains what is in flight without a flush, so its step decides bits, and "
+                    f"checkpoint.{name}={value} {reason}; give checkpoint.every="
+                )
         one_of(("stop", "warn"), "nan", self.nan)
         for name in self.loggers:
             one_of(LOGGERS, "logger", name)
         self._check_update()
         self._check_restarts()
-        self.replicas.check_shrink(plan=self.plan)
-        self.replicas.check_threads(ranks=self.ranks, max_restarts=self.max_restarts)
+        self._check_replicas()
 
     @property
     def loggers(self) -> tuple[str, ...]:
         """The names in ``logger=``."""
-        return (
-            ()
-            if self.logger is None
-            else tuple(self.logger if isinstance(self.logger, list) else [self.logger])
-        )
+        names = [] if self.logger is None else self.logger
+        return tuple(names if isinstance(names, list) else [names])
 
     @property
     def streams(self) -> bool:
         """True if micro-batches are in flight between steps, so that a checkpoint drains them."""
         return self.schedule == "async_1f1b" or self.weights == "double_buffered"
 
-    def _keeps_ranks(self) -> str | None:
-        """Return the option, as typed, that does not let ranks become fewer."""
-        if self.streams:
-            return f"weights={self.weights} of schedule={self.schedule}, which resumes on the same cuts"
-        if self.replicas.several:
-            return f"replicas.count={self.replicas.count}, which shrinks by replicas.shrink=true"
-        given = {"plan": self.plan, "program": self.program}
-        return next((f"{name}={value}" for name, value in given.items() if value), None)
+    def _check_replicas(self) -> None:
+        if self.replicas.shrink and not self.replicas.several and self.plan is None:
+            raise ConfigError(
+                "replicas.shrink=true does without a replica that is lost, found replicas.count=1; add "
+                "replicas.count=, or take max_restarts= and min_ranks="
+            )
+        if self.replicas.threads and self.ranks == 1:
+            raise ConfigError("replicas.threads=true gives each rank a thread, found ranks=1; raise ranks")
+        if self.replicas.threads and self.max_restarts:
+            raise ConfigError(
+                "threads of one process are lost together, so none is started again, found "
+                f"replicas.threads=true and max_restarts={self.max_restarts}; drop either"
+            )
 
     def _check_restarts(self) -> None:
         at_least(0, "max_restarts", self.max_restarts)
@@ -233,8 +224,12 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"min_ranks={self.min_ranks} is more than ranks={self.ranks}; lower it")
         if not self.max_restarts:
             raise ConfigError(f"min_ranks={self.min_ranks} is for restarts; add max_restarts=")
-        if fixed := self._keeps_ranks():
-            raise ConfigError(f"min_ranks={self.min_ranks} does not go with {fixed}; drop either")
+        stream = f"weights={self.weights} of schedule={self.schedule}, which resumes on the same cuts"
+        several = f"replicas.count={self.replicas.count}, which shrinks by replicas.shrink=true"
+        fixed = [stream] * self.streams + [several] * self.replicas.several
+        fixed += [f"{name}={value}" for name in ("plan", "program") if (value := getattr(self, name))]
+        if fixed:  # it does not let ranks become fewer
+            raise ConfigError(f"min_ranks={self.min_ranks} does not go with {fixed[0]}; drop either")
 
     def _check_update(self) -> None:
         if self.autocast is not None:

@@ -78,12 +78,12 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
 
     def call_one_of_several(config: DictConfig) -> None:
         try:
-            options = checked(config, schema)
-            early(options, list(HydraConfig.get().overrides.task))
-            with _claim(HydraConfig.get().runtime.output_dir, options):
+            options, job = checked(config, schema), HydraConfig.get()
+            early(options, list(job.overrides.task))
+            with _claim(job.runtime.output_dir, options):
                 call(options)
         except (PenstockError, ImportError) as error:
-            console.refuse(unloadable(error) if isinstance(error, ImportError) else error)
+            console.warn(str(unloadable(error) if isinstance(error, ImportError) else error))
             codes.append(REFUSED)
 
     with _hydra(name, typed, schema) as hydra:
@@ -119,9 +119,6 @@ def options(
 
     Returns:
         The options, and the folder as this process would name it; None where a flag asks for no run.
-
-    Raises:
-        ConfigError: An option is unknown or does not fit.
     """
     typed = parse(name, arguments, schema)
     if _asked_of_hydra(typed):
@@ -134,11 +131,7 @@ def options(
 
 
 def checked(config: DictConfig, schema: type[Any]) -> Any:
-    """Return the options as an object of ``schema``, every rule of which has been checked.
-
-    Raises:
-        ConfigError: A rule is broken, a value is missing, or an interpolation leads nowhere.
-    """
+    """Return the options as an object of ``schema``, every rule of which has been checked."""
     if "hydra" in config:
         config = copy.deepcopy(config)
         with open_dict(config):
@@ -206,11 +199,7 @@ def _hydra(name: str, typed: argparse.Namespace, schema: type[Any]) -> Iterator[
 
 
 def _asked_of_hydra(typed: argparse.Namespace) -> list[str]:
-    """Flags that ask for an answer of Hydra's instead of a run.
-
-    Raises:
-        ConfigError: They do not go together.
-    """
+    """Flags that ask for an answer of Hydra's instead of a run; refuses those that do not go together."""
     if typed.experimental_rerun:
         raise ConfigError(
             "--experimental-rerun reads a pickle, which may run anything; type the options of config.yaml"

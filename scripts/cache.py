@@ -38,16 +38,11 @@ Both:
   socket=PATH             where the broker listens; default: penstock/cache.sock in XDG_RUNTIME_DIR, or in
                           the temporary folder cache.sock in a folder of your own"""
 
-PAGES = (512, 1 << 20)
-"""The smallest and the largest page."""
-
 _WAIT_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve, or show, as ``arguments`` say; return the exit code.
-
-    Raises: ConfigError: an argument does not fit, a broker is there already, or none is."""
+    """Serve, or show, as ``arguments`` say; return the exit code."""
     if asks_for_help(arguments) or asks_for_help(arguments[1:]):
         print(HELP)
         return 0
@@ -59,19 +54,24 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def serve(options: Mapping[str, str]) -> int:
-    """Keep samples until a signal ends it.
-
-    Raises: ConfigError: there is not the memory, or a broker listens there."""
-    capacity, page = parse_bytes(options["capacity"], name="capacity"), _page(options["page"])
-    path, warm_up = _socket(options), options["warm_up"]
+    """Keep samples until a signal ends it."""
+    capacity = parse_bytes(options["capacity"], name="capacity")
+    page, least, most = parse_bytes(options["page"], name="page"), 512, 1 << 20
+    if not least <= page <= most:
+        limits = f"{show_bytes(least)} to {show_bytes(most)}"
+        raise ConfigError(f"page={options['page']} does not fit: a page has {limits}")
+    path, warm_up, last_gain = _socket(options), options["warm_up"], options["last_gain"]
     if warm_up not in ("beside", "alone"):
         raise ConfigError(f"warm_up={warm_up} does not fit: warm_up takes beside or alone")
+    if not (last_gain.isdecimal() and len(last_gain) < 10):
+        raise ConfigError(f"last_gain={last_gain} is no number of slots; write 0, 1, 2 ...")
+    keep = 0.0 if is_zero(options["keep"]) else parse_duration(options["keep"], name="keep")
     from ..pipeline.data.cache.broker import serving
     from ..pipeline.data.cache.policies import policy as new_policy
     from ..pipeline.run import console
 
-    settings = {"keep": _keep(options["keep"]), "last_gain": _last_gain(options["last_gain"])}
-    policy = new_policy(options["policy"], capacity, **settings)
+    slots = None if last_gain == "1" else int(last_gain)  # it is 1 by its formula
+    policy = new_policy(options["policy"], capacity, keep=keep, last_gain=slots)
     with serving(path, policy, page_bytes=page, tell=console.warn, alone=warm_up == "alone"):
         print(
             f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",
@@ -86,9 +86,7 @@ def serve(options: Mapping[str, str]) -> int:
 
 
 def status(options: Mapping[str, str]) -> int:
-    """Show what the broker does, once or live.
-
-    Raises: ConfigError: there is none."""
+    """Show what the broker does, once or live."""
     if options["live"] not in ("true", "false"):
         raise ConfigError(f"live={options['live']} does not fit: live takes true or false")
     path = _socket(options)
@@ -129,11 +127,9 @@ def view(state: Mapping[str, Any]) -> RenderableType:
 
     from ..pipeline.run.console import clock
 
-    pool = max(0, state["capacity"] - state["held_bytes"])
-    line = (
-        f"{show_bytes(state['held_bytes'])} of {show_bytes(state['capacity'])} held in {state['entries']} "
-        f"samples, {show_bytes(pool)} in the pool"
-    )
+    held, capacity = state["held_bytes"], state["capacity"]
+    line = f"{show_bytes(held)} of {show_bytes(capacity)} held in {state['entries']} samples"
+    line += f", {show_bytes(max(0, capacity - held))} in the pool"
     jobs = sorted(state["jobs"], key=lambda job: (job["job"], job["run"]))
     if not jobs:
         return Group(line, "no job is connected")
@@ -142,7 +138,6 @@ def view(state: Mapping[str, Any]) -> RenderableType:
     for name in ("data", "epoch", "done", "connections", "hits", "of all", "from cache", "holds", "ends in"):
         table.add_column(name, justify="right", no_wrap=name != "data", overflow="fold")
     for job in jobs:
-        rate = f"{job['hits'] / job['uses']:.1%}" if job["uses"] else "-"
         table.add_row(
             escape(job["job"]),
             escape(job["data"]),
@@ -150,7 +145,7 @@ def view(state: Mapping[str, Any]) -> RenderableType:
             f"{job['progress']:.0%}",
             str(job["connections"]),
             str(job["hits"]),
-            rate,
+            f"{job['hits'] / job['uses']:.1%}" if job["uses"] else "-",
             show_bytes(job["hit_bytes"]),
             show_bytes(job["held_bytes"]),
             clock(job["finish_seconds"]) if job["finish_seconds"] is not None else "-",
@@ -158,21 +153,10 @@ def view(state: Mapping[str, Any]) -> RenderableType:
     return Group(line, table)
 
 
-SOCKET = {"socket": ""}
+SERVE = {"capacity": "4GiB", "policy": "next_use", "page": str(PAGE_BYTES), "keep": "0", "warm_up": "beside"}
 COMMANDS: dict[str, tuple[dict[str, str], Callable[[Mapping[str, str]], int]]] = {
-    "serve": (
-        {
-            "capacity": "4GiB",
-            "policy": "next_use",
-            "page": str(PAGE_BYTES),
-            "keep": "0",
-            "warm_up": "beside",
-            "last_gain": "1",
-            **SOCKET,
-        },
-        serve,
-    ),
-    "status": ({"live": "false", **SOCKET}, status),
+    "serve": ({**SERVE, "last_gain": "1", "socket": ""}, serve),
+    "status": ({"live": "false", "socket": ""}, status),
 }
 
 
@@ -181,34 +165,13 @@ def _read(command: str, words: Sequence[str], defaults: Mapping[str, str]) -> di
     for word in words:
         name, equals, value = word.partition("=")
         if name not in options:
-            meant = nearest(name, options)
-            hint = (
-                f"did you mean {meant}=?" if meant else f"known are {', '.join(f'{one}=' for one in options)}"
-            )
+            meant, known = nearest(name, options), ", ".join(f"{one}=" for one in options)
+            hint = f"did you mean {meant}=?" if meant else f"known are {known}"
             raise ConfigError(f"penstock cache {command} has no option {word}; {hint}")
         if not equals or not value:
             raise ConfigError(f"{word} has no value; write {name}={defaults[name] or 'PATH'}")
         options[name] = value
     return options
-
-
-def _page(value: str) -> int:
-    page = parse_bytes(value, name="page")
-    if not PAGES[0] <= page <= PAGES[1]:
-        raise ConfigError(
-            f"page={value} does not fit: a page has {show_bytes(PAGES[0])} to {show_bytes(PAGES[1])}"
-        )
-    return page
-
-
-def _keep(value: str) -> float:
-    return 0.0 if is_zero(value) else parse_duration(value, name="keep")
-
-
-def _last_gain(value: str) -> int | None:
-    if not (value.isdecimal() and len(value) < 10):
-        raise ConfigError(f"last_gain={value} is no number of slots; write 0, 1, 2 ...")
-    return None if value == "1" else int(value)  # it is 1 by its formula
 
 
 def _socket(options: Mapping[str, str]) -> Path:

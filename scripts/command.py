@@ -14,21 +14,16 @@ from ..compression.errors import PenstockError
 from ..pipeline.distributed.launcher import Launched, end
 from . import stopping
 
-COMMANDS = {
-    "train": ("train", "train a network across pipeline stages"),
-    "plan": ("plan", "show how a network would be cut, and save the plan"),
-    "export": ("export", "write the model of a checkpoint"),
-    "cache": ("cache", "keep samples in memory for all jobs of this machine, and show who uses them"),
-}
-USAGE = "\n".join(
-    [
-        "penstock COMMAND [KEY=VALUE ...]",
-        "",
-        *(f"  penstock {name:<8}{meaning}" for name, (_, meaning) in COMMANDS.items()),
-        "",
-        "penstock COMMAND --help lists the options of a command.",
-    ]
-)
+COMMANDS = ("train", "plan", "export", "cache")
+USAGE = """\
+penstock COMMAND [KEY=VALUE ...]
+
+  penstock train   train a network across pipeline stages
+  penstock plan    show how a network would be cut, and save the plan
+  penstock export  write the model of a checkpoint
+  penstock cache   keep samples in memory for all jobs of this machine, and show who uses them
+
+penstock COMMAND --help lists the options of a command."""
 REFUSED = 2
 STOPPED = 128
 
@@ -43,8 +38,7 @@ def main() -> None:
 
 
 def run(arguments: list[str], **how: Any) -> int:
-    """Run ``arguments`` as typed; return 0, 2 when something is refused or fails, 128 + its number for
-    a signal.
+    """Run ``arguments`` as typed; return 0, 2 when something is refused, 128 + its number for a signal.
 
     Args: how: what a program hands to the sub-command besides; nobody can type it.
     """
@@ -61,10 +55,10 @@ def run(arguments: list[str], **how: Any) -> int:
         launched = Launched.of_environment()
         if launched and launched.rank and name != "train":
             return 0  # one process is enough, and rank 0 is one
-        return importlib.import_module(f".{COMMANDS[name][0]}", __package__).main(rest, **how)
+        return importlib.import_module(f".{name}", __package__).main(rest, **how)
     except (PenstockError, ImportError) as error:
-        told = unloadable(error) if isinstance(error, ImportError) else error
-        print(f"penstock: {' '.join(str(told).split())}", file=sys.stderr)
+        refusal = unloadable(error) if isinstance(error, ImportError) else error
+        print(f"penstock: {' '.join(str(refusal).split())}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt as stop:
         if not os.environ.get("RANK", "0").strip("0"):  # of a launcher's ranks the first one tells

@@ -61,10 +61,6 @@ Examples:
 def parse(command: str, arguments: Sequence[str], schema: type[Any]) -> argparse.Namespace:
     """Part the words of a command line into Hydra's flags and, as ``overrides``, options.
 
-    Args:
-        command: As it is typed after ``penstock``.
-        schema: Dataclass of its options.
-
     Raises:
         ConfigError: There is no such flag; the sentence has the option that was meant, if one is similar.
     """
@@ -76,7 +72,7 @@ def parse(command: str, arguments: Sequence[str], schema: type[Any]) -> argparse
         typed, unknown = parser.parse_known_intermixed_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}") from error
-    for word in (word for word in unknown if word.startswith("-")):
+    if word := next((word for word in unknown if word.startswith("-")), ""):
         after = [*arguments, ""][list(arguments).index(word) + 1]
         flag, equals, value = word.partition("=")
         raise ConfigError(_unknown_flag(command, flag, value if equals else after, known))
@@ -104,8 +100,7 @@ def _unknown_flag(command: str, flag: str, value: str, known: Sequence[str]) -> 
 def with_named_targets(arguments: Iterable[str], folders: Sequence[str] = ()) -> list[str]:
     """Return the options so that ``optimizer=adam`` is torch's Adam and ``model=resnet50`` is torchvision's.
 
-    Args:
-        folders: Configurations of one's own; a file of theirs goes before a name of torch.
+    A file in ``folders``, configurations of one's own, goes before a name of torch.
     """
     return [option for argument in arguments for option in _with_target(argument, folders)]
 
@@ -188,9 +183,8 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 def help_text(command: str, schema: type[Any]) -> str:
     """Help of a command whose options are the dataclass ``schema``: from its docstrings and the groups."""
-    wrap = textwrap.TextWrapper(
-        118, subsequent_indent=28 * " ", break_long_words=False, break_on_hyphens=False
-    )
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+    wrap = textwrap.TextWrapper(118, subsequent_indent=28 * " ", **whole)
     parts = [f"penstock {command} [KEY=VALUE ...]"]
     left = {one.name: getattr(schema(), one.name) for one in dataclasses.fields(schema)}
     meaning = meanings(schema)

@@ -21,29 +21,10 @@ than one tensor is in memory at a time."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Export as ``arguments`` say; return the exit code.
-
-    Raises: ConfigError: an argument does not fit, there is no checkpoint, or the file is there already.
-            CheckpointError: all checkpoints are damaged."""
+    """Export as ``arguments`` say; return the exit code."""
     if asks_for_help(arguments):
         print(HELP)
         return 0
-    source, output = _read(arguments)
-    if output:
-        _refuse_existing(output)
-    from ..pipeline.run.checkpoints import export
-
-    def target(step: int) -> Path:
-        path = output or Path(f"model_step_{step}.safetensors")
-        _refuse_existing(path)
-        return path
-
-    checkpoint, path = export(source, target, console.warn)
-    print(f"{console.short(path)}: the model behind step {checkpoint.step}, from {checkpoint.folder}")
-    return 0
-
-
-def _read(arguments: Sequence[str]) -> tuple[Path, Path | None]:
     outputs = [word.removeprefix(OUTPUT) for word in arguments if word.startswith(OUTPUT)]
     sources = [word for word in arguments if not word.startswith(OUTPUT)]
     usual = "write penstock export RUN output=FILE"
@@ -51,11 +32,22 @@ def _read(arguments: Sequence[str]) -> tuple[Path, Path | None]:
         if word.startswith("-") or ("=" in word and not Path(word).exists()):
             raise ConfigError(f"penstock export has no option {word}; {usual}")
     if len(sources) != 1:
-        found = " ".join(sources) or "none"
-        raise ConfigError(f"penstock export reads one run or checkpoint, found {found}; {usual}")
+        given = " ".join(sources) or "none"
+        raise ConfigError(f"penstock export reads one run or checkpoint, found {given}; {usual}")
     if outputs and not outputs[-1]:
         raise ConfigError(f"output= names no file; {usual}")
-    return Path(sources[0]), Path(outputs[-1]) if outputs else None
+    if outputs:
+        _refuse_existing(Path(outputs[-1]))
+    from ..pipeline.run.checkpoints import export
+
+    def target(step: int) -> Path:
+        path = Path(outputs[-1] if outputs else f"model_step_{step}.safetensors")
+        _refuse_existing(path)
+        return path
+
+    checkpoint, path = export(Path(sources[0]), target, console.warn)
+    print(f"{console.short(path)}: the model behind step {checkpoint.step}, from {checkpoint.folder}")
+    return 0
 
 
 def _refuse_existing(path: Path) -> None:

@@ -7,6 +7,7 @@ as well and ends what does not unwind. While a run trains, SIGTERM and SIGUSR1 a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -27,8 +28,7 @@ SIGNALS = {
     signal.SIGHUP: "the end of its terminal",
 }
 
-UNWINDING_SECONDS = 1.5
-"""Seconds that a run may take to end by itself after a signal."""
+UNWINDING_SECONDS = 1.5  # that a run may take to end by itself after a signal
 
 
 def listen() -> None:
@@ -69,8 +69,8 @@ def _watch(arrived: int) -> None:
 
 
 def _cut_off(number: int) -> None:
-    told = f"stopped by {SIGNALS[signal.Signals(number)]}, and cut off, as a layer or a file took longer"
-    print(f"penstock: {told}; resume=auto goes on from the last checkpoint of its folder", file=sys.stderr)
+    end = f"stopped by {SIGNALS[signal.Signals(number)]}, and cut off, as a layer or a file took longer"
+    print(f"penstock: {end}; resume=auto goes on from the last checkpoint of its folder", file=sys.stderr)
     os._exit(128 + number)
 
 
@@ -86,13 +86,9 @@ def sentence(stop: KeyboardInterrupt) -> str:
 
 
 def kept(folder: RunFolder, *, command: str) -> str:
-    """Say what an interrupted run left in its folder, and how to begin again.
-
-    Args:   command: what was typed.
-    """
-    files = sorted(
-        path.name for path in folder.path.glob("*") if path.name[0] != "." and path.suffix != ".part"
-    )
+    """Say what an interrupted run left in its folder, and how to begin again by ``command``, as typed."""
+    kept = (path for path in folder.path.glob("*") if path.name[0] != "." and path.suffix != ".part")
+    files = ", ".join(sorted(path.name for path in kept))
     again = f"start it again from the beginning by {command}"
     if whole := folder.whole_checkpoints():
         resume = "" if "resume=auto" in command else " resume=auto"
@@ -100,17 +96,10 @@ def kept(folder: RunFolder, *, command: str) -> str:
         return f"{folder.path} keeps a checkpoint, {whole[0].name}; go on from it by {command}{place}{resume}"
     if not files:
         return f"nothing was kept; {again}"
-    left = f"{folder.path} keeps {', '.join(files)}{_told(folder)}, and no checkpoint of the weights"
-    return f"{left}; {again}"
-
-
-def _told(folder: RunFolder) -> str:
-    """Return the number of steps in the metrics."""
-    try:
+    with contextlib.suppress(OSError):
         steps = folder.metrics.read_bytes().count(b"\n")
-    except OSError:
-        return ""
-    return f" ({steps} step{'s' * (steps != 1)})"
+        files += f" ({steps} step{'s' * (steps != 1)})"
+    return f"{folder.path} keeps {files}, and no checkpoint of the weights; {again}"
 
 
 def _number(stop: KeyboardInterrupt) -> int:

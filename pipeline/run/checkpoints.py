@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,11 @@ from .run_folder import RunFolder, step_of
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run while it trains: ``after`` every step, ``close`` behind the last.
+    """Writes the checkpoints of a run while it trains: ``after`` every step, for ``with``.
 
-    A disk that fills up ends no training: one that cannot be written is told, and the next one tried.
+    A disk that fills up ends no training: ``tell`` is called with a sentence, and the next one tried.
 
     Args:       root: where they lie; what lies there behind the step that a run begins with is another past.
-                tell: is called with a sentence about one that could not be written.
                 best_step: of the best test, whose checkpoint stays.
     Attributes: notes: makes what a checkpoint keeps of the run beside the state of the pipeline."""
 
@@ -55,8 +54,9 @@ class Checkpoints:
         self._worker = Worker("checkpoints", depth=1)
         self._saving: Saving | None = None
         self._last, self._begun, self._told = time.monotonic(), pipe.num_steps, False
-        if pipe.rank == 0:
-            self._remove(path for path in root.glob("step_*") if step_of(path) > pipe.num_steps)
+        for path in root.glob("step_*") if pipe.rank == 0 else ():
+            if step_of(path) > pipe.num_steps:
+                remove(path)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -69,11 +69,14 @@ class Checkpoints:
 
     def after(self, report: Report) -> None:
         """Begin a checkpoint if the steps or the time since the last one say so; lead on one on its way."""
-        if self._saving and all(
-            row[0] for row in self.pipe.world.all_gather([self._saving.ended], at="a checkpoint")
-        ):
+        world, options = self.pipe.world, self.options
+        if self._saving and all(row[0] for row in world.all_gather([self._saving.ended], at="a checkpoint")):
             self._lead_on(self._saving)
-        if self._is_due(report.step + 1):
+        due = options.every is not None and (report.step + 1) % options.every == 0
+        if options.minutes is not None:  # clocks differ, so rank 0's counts
+            late = time.monotonic() - self._last >= 60 * options.minutes
+            due = bool(world.broadcast(float(late), 0, at="a checkpoint")) or due
+        if due:
             self.settle()
             self._begin()
 
@@ -93,17 +96,8 @@ class Checkpoints:
         is_there = float((self._path(self._best_step) / INDEX).exists())
         if not self.pipe.world.broadcast(is_there, 0, at="the best checkpoint"):
             self._begin()
-        elif self.pipe.rank == 0:
-            with contextlib.suppress(ConfigError):
-                self._keep()
-
-    def _is_due(self, step: int) -> bool:
-        every, minutes = self.options.every, self.options.minutes
-        due = every is not None and step % every == 0
-        if minutes is not None:  # clocks differ, so rank 0's counts
-            late = time.monotonic() - self._last >= 60 * minutes
-            due = bool(self.pipe.world.broadcast(float(late), 0, at="a checkpoint")) or due
-        return due
+        else:
+            self._keep()
 
     def _begin(self) -> None:
         self._last, self._begun = time.monotonic(), self.pipe.num_steps
@@ -131,34 +125,30 @@ class Checkpoints:
 
     def _seal(self, saving: Saving) -> None:
         saving.seal()
-        if self.pipe.rank == 0:
-            with contextlib.suppress(ConfigError):  # what cannot be removed is left for the next one
-                self._keep()
+        self._keep()
 
     def _keep(self) -> None:
-        """Remove all but the newest and the best, and those that were never whole; link to the best."""
+        """On rank 0, remove all but the newest and the best, and those never whole; link to the best."""
+        if self.pipe.rank:
+            return
         whole, link = RunFolder(path=self.root.parent).whole_checkpoints(), self.root / "best"
         if (best := self._path(self._best_step)) in whole:
-            self._link(link, best.name)
+            part = link.with_name("best.part")
+            try:
+                part.unlink(missing_ok=True)
+                part.symlink_to(best.name)
+                part.replace(link)
+            except OSError as error:
+                self.tell(f"{link} cannot be made ({reason(error)}); the best checkpoint is {best.name}")
         best = link.resolve()  # of before, where the new one could not be written
         kept = {*whole[: self.options.keep], *(path for path in whole if path.name == best.name)}
-        self._remove(path for path in self.root.glob("step_*") if step_of(path) >= 0 and path not in kept)
-
-    def _link(self, link: Path, name: str) -> None:
-        part = link.with_name("best.part")
-        try:
-            part.unlink(missing_ok=True)
-            part.symlink_to(name)
-            part.replace(link)
-        except OSError as error:
-            self.tell(f"{link} cannot be made ({reason(error)}); the best checkpoint is {name}")
+        with contextlib.suppress(ConfigError):  # what cannot be removed is left for the next one
+            for path in self.root.glob("step_*"):
+                if step_of(path) >= 0 and path not in kept:
+                    remove(path)
 
     def _path(self, step: int) -> Path:
         return self.root / f"step_{step:08}"
-
-    def _remove(self, folders: Iterable[Path]) -> None:
-        for path in folders:
-            remove(path)
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -176,10 +166,9 @@ class Checkpoints:
 def export(
     source: Path, target: Callable[[int], Path], tell: Callable[[str], None]
 ) -> tuple[Checkpoint, Path]:
-    """Write the plain model of the newest whole checkpoint that ``source`` names as safetensors.
+    """Write the plain model of the newest whole checkpoint of ``source``; return the checkpoint and the file.
 
     Args:    target: the file for a model behind so many steps.
-    Returns: the checkpoint that was whole, and the file.
     Raises:  ConfigError: there is none, or the file system refuses. CheckpointError: all are damaged."""
 
     def written(folder: Path) -> tuple[Checkpoint, Path]:
@@ -192,9 +181,7 @@ def export(
 
 
 def find(source: Path, typed: str) -> list[Path]:
-    """The checkpoints that ``source`` names, the newest first: one, or those of a run.
-
-    Raises: ConfigError: there is none."""
+    """The checkpoints that ``source`` names, the newest first: one, or those of a run; never none."""
     if (source / INDEX).exists():
         return [source]
     if found := RunFolder(path=source).whole_checkpoints():
@@ -206,30 +193,22 @@ def find(source: Path, typed: str) -> list[Path]:
 
 
 def first_whole(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str], None]) -> Any:
-    """Read the first of some checkpoints that is not damaged, and say which were.
-
-    Raises: CheckpointError: all are."""
-    for left, folder in enumerate(folders, start=1 - len(folders)):
+    """Read the first of some checkpoints that is not damaged, and say which were; raises CheckpointError."""
+    *folders, last = folders
+    for folder in folders:
         try:
             return read(folder)
         except CheckpointError as error:
-            if not left:
-                raise
-            said = str(error).removesuffix("; take an earlier checkpoint")
-            tell(f"{said}; the checkpoint before is taken")
-    raise AssertionError("find returns one at least")
+            sentence = str(error).removesuffix("; take an earlier checkpoint")
+            tell(f"{sentence}; the checkpoint before is taken")
+    return read(last)
 
 
 def write_model(pipe: Pipeline, path: Path, *, before: Callable[[], object]) -> None:
     """Write the model's tensors on rank 0 and end ``pipe``; collective.
 
-    Where that fails they go into a folder for temporary files, lest the training was in vain.
-
-    Args:
-        before: Raises where the file is not to be written there.
-
-    Raises:
-        ConfigError: On rank 0: the file system refuses; the sentence says where the weights are instead.
+    Where that fails they go into a folder for temporary files, lest the training was in vain, and a
+    ConfigError on rank 0 says so. ``before`` raises where the file is not to be written there.
     """
     error, aside, lost = _write(pipe, path, before), None, False
     if pipe.world.broadcast(float(error is not None), 0, at="the weights"):
@@ -276,11 +255,7 @@ def _write(pipe: Pipeline, path: Path, before: Callable[[], object]) -> ConfigEr
 
 
 def _gather(pipe: Pipeline, key: str, offloaded: Mapping[int, EvictableTensor]) -> Tensor | None:
-    """Return the tensor of a key of the model on rank 0, None elsewhere; collective.
-
-    Args:
-        offloaded: Places of offloaded tensors, by identity.
-    """
+    """Return the tensor of a key of the model on rank 0, None elsewhere; collective."""
     state, frames = pipe.state, list[Tensor]()
     first = state.shared.get(key, key)
     if state.source[first] == pipe.world.rank:

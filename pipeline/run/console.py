@@ -34,10 +34,7 @@ _SMOOTHING = 0.1
 
 
 class Training:
-    """The progress of a training run: ``with Training(num_steps) as progress: progress.step(report)``.
-
-    Every rank has one; only the one that is ``shown`` prints.
-    """
+    """The progress of a training run, for ``with``; of the ranks, the one that is ``shown`` prints."""
 
     def __init__(self, num_steps: int, *, shown: bool = True, console: Console | None = None) -> None:
         self._console = console or screen()
@@ -74,8 +71,9 @@ class Training:
         """Show one more step."""
         self._done += 1
         self._raw, self._sent = self._raw + report.bytes_raw, self._sent + report.bytes_sent
-        first = max(1, self._done - self._before - 1)  # the first step is slow and is forgotten
-        weight = max(_SMOOTHING, 1 / first)
+        weight = max(
+            _SMOOTHING, 1 / max(1, self._done - self._before - 1)
+        )  # the first step is slow: forgotten
         self._seconds += weight * (report.seconds - self._seconds)
         facts = f"loss {report.loss:.4f}  {report.num_samples / self._seconds:.0f} samples/s"
         if report.num_tokens:
@@ -83,20 +81,16 @@ class Training:
         if self._sent:
             facts += f"  {packed(self._raw, self._sent)}"
         self._bar.update(self._task, completed=self._done, facts=facts)
-        if self._bar.disable and self._is_time_for_a_line():
+        now = time.monotonic()
+        if self._bar.disable and (self._done >= self._num_steps or now >= self._next_line):
+            self._next_line = now + self._pause
+            self._pause = min(2 * self._pause, MOST_SECONDS_BETWEEN_LINES)
             left = clock(self._seconds * (self._num_steps - self._done))
             self.note(f"step {self._done}/{self._num_steps}  {facts}  ETA {left}")
 
     def note(self, line: str) -> None:
         """Print a line that stays."""
         self._console.print(line, highlight=False)
-
-    def _is_time_for_a_line(self) -> bool:
-        now = time.monotonic()
-        if self._done < self._num_steps and now < self._next_line:
-            return False
-        self._next_line, self._pause = now + self._pause, min(2 * self._pause, MOST_SECONDS_BETWEEN_LINES)
-        return True
 
 
 class _Output:
@@ -133,15 +127,15 @@ def screen(*, width_of_a_log: int = WIDTH_OF_A_LOG) -> Console:
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
     """Show on a terminal that something goes on while the block runs."""
-    shown = Spinner("dots", "recording and measuring the layers of the model")
     how: Any = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
-    with Live(shown, console=Console(stderr=True), **how):
+    spinner = Spinner("dots", "recording and measuring the layers of the model")
+    with Live(spinner, console=Console(stderr=True), **how):
         yield
 
 
-def begin(plan: Plan, folder: Path, *, console: Console | None = None) -> None:
+def begin(plan: Plan, folder: Path) -> None:
     """Say what is about to run, and where it leaves its files."""
-    _print(console or screen(), f"{short(folder)}: {str(plan).splitlines()[0]}")
+    _print(screen(), f"{short(folder)}: {str(plan).splitlines()[0]}")
 
 
 def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console | None = None) -> None:
@@ -153,9 +147,9 @@ def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console
     _print(console, *KEY, *totals(summary), "  ".join(map(short, files)))
 
 
-def compared(found: Comparison, *, console: Console | None = None) -> None:
+def compared(found: Comparison) -> None:
     """Print the schedules side by side, the chosen one marked, and why others were left out."""
-    console = console or screen()
+    console = screen()
     console.print(schedule_table(found))
     _print(console, *notes(found))
 
@@ -164,11 +158,6 @@ def _print(console: Console, *lines: str) -> None:
     """Print lines without wrapping."""
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-
-
-def refuse(error: BaseException) -> None:
-    """Print the one sentence of an error, on standard error."""
-    warn(str(error))
 
 
 def warn(sentence: str) -> None:

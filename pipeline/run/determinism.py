@@ -18,47 +18,36 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def begin(config: PlanConfig) -> None:
-    """Set this process before anything runs on a device.
-
-    Raises: ConfigError: the device is not there.
-    """
+    """Set this process before anything runs on a device; raises ConfigError: it is not there."""
     # The same switch as use_deterministic_algorithms, which also loads the compiler: 1.6 s in every process.
     torch.set_deterministic_debug_mode("error" if config.deterministic else "default")
     # Deterministic mode fills every torch.empty, 19 ms for 32 MB, and no bit depends on it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if config.deterministic:
         os.environ.setdefault(WORKSPACE, ":4096:8")  # its ranks inherit it
-    if place(config).is_gpu:
-        _on_gpu(config)
-
-
-def place(config: PlanConfig, *, local: int | None = None) -> Device:
-    """Return where this rank computes, where the plan names nothing else.
-
-    Args:   local: its number on its machine, where it is a thread; None: as the environment says.
-    Raises: ConfigError: it is not there.
-    """
-    return device_named(config.device, local_rank=local_rank() if local is None else local)
-
-
-def _on_gpu(config: PlanConfig) -> None:
-    backends = torch.backends
+    if not place(config).is_gpu:
+        return
+    backends: Any = torch.backends  # pyright knows less of cudnn than torch
     if config.deterministic:
         backends.cudnn.benchmark = False
     if config.deterministic or config.tf32:
-        precision = "tf32" if config.tf32 else "ieee"
-        cudnn: Any = backends.cudnn  # pyright knows less of it than torch
-        for part in (backends.cuda.matmul, cudnn.conv, cudnn.rnn):
-            part.fp32_precision = precision
+        for part in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+            part.fp32_precision = "tf32" if config.tf32 else "ieee"
+
+
+def place(config: PlanConfig, *, local: int | None = None) -> Device:
+    """Return where this rank computes, where the plan names nothing else; raises ConfigError: it is missing.
+
+    Args:   local: its number on its machine, where it is a thread; None: as the environment says.
+    """
+    return device_named(config.device, local_rank=local_rank() if local is None else local)
 
 
 def held(config: PlanConfig) -> dict[str, str]:
     """Return the settings that decide the bits of a run beside its versions, as they are now."""
     device, backends = place(config), torch.backends
-    found = {
-        "device": str(device.torch),
-        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
-    }
+    algorithms = str(torch.are_deterministic_algorithms_enabled())
+    found = {"device": str(device.torch), "deterministic_algorithms": algorithms}
     if device.is_gpu:
         found |= {
             "cublas_workspace": os.environ.get(WORKSPACE, ""),

@@ -44,10 +44,14 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     if isinstance(config, TrainConfig):
         check_ranks(config.ranks)
         _check_launcher(config)
-        for name in config.loggers:
-            if name != "csv" and not _findable(name):
+        needs = {f"logger={name}": name for name in config.loggers if name != "csv"}
+        needs |= (
+            {f"cache.backend={config.cache.backend}": "redis"} if config.cache.backend is not None else {}
+        )
+        for option, name in needs.items():
+            if not _findable(name):
                 raise ConfigError(
-                    f"logger={name} needs the package {name}, which is not installed; pip install {name}"
+                    f"{option} needs the package {name}, which is not installed; pip install {name}"
                 )
     lines = () if given else program(config.program)
     if given is None:
@@ -64,45 +68,37 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         if size is not None and (name == "memory.host" or share_of(size, name=name) is None):
             parse_bytes(size, name=name)
     _check_disk(memory)
-    _check_loading(config.data)
-    if isinstance(config, TrainConfig) and config.cache.backend is not None and not _findable("redis"):
-        raise ConfigError(
-            f"cache.backend={config.cache.backend} needs the package redis, which is not installed; pip "
-            "install redis"
-        )
+    count_or_auto("data.workers", config.data.get("workers", AUTO))
+    if not isinstance(skips := config.data.get("skip_broken", False), bool):
+        raise ConfigError(f"data.skip_broken={skips} must be true or false")
     for group in groups.groups():
         if (options := getattr(config, group, None)) is not None:
-            check_group(group, options)
+            _check_group(group, options)
     return given
 
 
-def check_group(group: str, options: Mapping[str, Any], *, name: str | None = None) -> None:
+def _check_group(group: str, options: Mapping[str, Any]) -> None:
     """Refuse options of a group that nothing reads, a target in no module, and data in no file."""
-    groups.check(group, options, name=name)
+    groups.check(group, options)
     target = options.get("_target_")
     if str(target).startswith("penstock.pipeline.samples."):
         raise ConfigError(
-            f"{name or group}._target_ is in a module of another name now, found {target}; write "
+            f"{group}._target_ is in a module of another name now, found {target}; write "
             f"{str(target).replace('.samples.', '.data.', 1)}"
         )
     if isinstance(target, str) and not _findable(target.partition(".")[0].partition(":")[0]):
         raise ConfigError(
-            f"{name or group}._target_={target} cannot be imported (No module named "
-            f"'{target.partition('.')[0]}'); check the name and the folder"
+            f"{group}._target_={target} cannot be imported (No module named '{target.partition('.')[0]}'); "
+            "check the name and the folder"
         )
     if group == "data":
         check_files(options)
 
 
 def program(path: str | None) -> tuple[str, ...]:
-    """Return the lines of a custom schedule, those that say nothing left out.
-
-    Raises: ConfigError: the file cannot be read, or holds no schedule.
-    """
-    if path is None:
-        return ()
+    """Return the lines of a custom schedule; raises ConfigError: the file is none, or cannot be read."""
     try:
-        return load_program(path)
+        return () if path is None else load_program(path)
     except ScheduleError as error:
         raise ConfigError(f"program={error}") from error
 
@@ -142,14 +138,13 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
 def _shares_by(plan: Plan, asked: Any) -> Any:
     """``replicas.shares=`` with a plan: the option where the plan has none, else the plan's."""
     ranks = [stage.ranks for stage in plan.stages]
-    if isinstance(asked, list) and plan.with_shares(split_shares(asked, ranks)).shares == plan.shares:
-        return asked
-    if asked == MEASURED:
+    if asked == MEASURED or (
+        isinstance(asked, list) and plan.with_shares(split_shares(asked, ranks)).shares == plan.shares
+    ):
         return asked
     if not any(stage.shares for stage in plan.stages):
         return EVEN
-    found = zip(plan.ranks, sum(plan.shares, ()), strict=True)
-    return [share for _, share in sorted(found)]
+    return [share for _, share in sorted(zip(plan.ranks, sum(plan.shares, ()), strict=True))]
 
 
 def _check_counts(config: PlanConfig, lines: Sequence[str]) -> None:
@@ -180,19 +175,15 @@ def _check_counts(config: PlanConfig, lines: Sequence[str]) -> None:
         raise ConfigError(f"{options}: {error}") from error
 
 
-def _check_loading(options: Mapping[str, Any]) -> None:
-    count_or_auto("data.workers", options.get("workers", AUTO))
-    if not isinstance(skips := options.get("skip_broken", False), bool):
-        raise ConfigError(f"data.skip_broken={skips} must be true or false")
-
-
 def _check_disk(memory: MemoryConfig) -> None:
     """Refuse sizes that are none, and a tier on a disk that may hold nothing."""
-    none = memory.disk is not None and is_zero(memory.disk)
-    if memory.disk is not None and not none:
+    if memory.disk is None:
+        return
+    if not is_zero(memory.disk):
         parse_bytes(memory.disk, name="memory.disk")
+        return
     for name in ("tier", "weights", "parameters"):
-        if none and "disk" in str(getattr(memory, name)).split(","):
+        if "disk" in str(getattr(memory, name)).split(","):
             raise ConfigError(
                 f"memory.disk=0 allows nothing on disk, found memory.{name}={getattr(memory, name)}; raise "
                 "memory.disk=, or choose another tier"
@@ -201,17 +192,14 @@ def _check_disk(memory: MemoryConfig) -> None:
 
 def _check_launcher(config: TrainConfig) -> None:
     """Refuse restarts, fewer ranks and threads where another launcher starts the ranks."""
-    if not Launched.of_environment():
-        return
-    asked: dict[str, Any] = {"max_restarts": config.max_restarts}
+    typed = [f"max_restarts={config.max_restarts}"] if config.max_restarts else []
     options = ("shrink", "threads", "idle")
-    asked |= {f"replicas.{name}": "true" for name in options if getattr(config.replicas, name)}
-    for name, value in asked.items():
-        if value:
-            raise ConfigError(
-                f"{name}={value} is for ranks that penstock starts, found those of a launcher; leave it out "
-                "(torchrun restarts its ranks by --max-restarts)"
-            )
+    typed += [f"replicas.{name}=true" for name in options if getattr(config.replicas, name)]
+    if typed and Launched.of_environment():
+        raise ConfigError(
+            f"{typed[0]} is for ranks that penstock starts, found those of a launcher; leave it out "
+            "(torchrun restarts its ranks by --max-restarts)"
+        )
 
 
 def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:

@@ -42,13 +42,11 @@ class Judge:
         self._in_a_row = 0 if math.isfinite(report.loss) else self._in_a_row + 1
         if self._told or self._in_a_row <= self._allowed:
             return
-        self._told, found = True, f"step {report.step + 1}: the loss is {report.loss}"
+        self._told, sentence = True, f"step {report.step + 1}: the loss is {report.loss}"
         ends = "the run ends; begin anew" if self._stops else "the run goes on; better begin anew"
-        self._tell(
-            f"{found}, and {ends} with a lower optimizer.lr or clip.norm=1, or have detect_anomaly=true name "
-            "the layer"
-        )
-        self.ended = found if self._stops else ""
+        remedy = "with a lower optimizer.lr or clip.norm=1, or have detect_anomaly=true name the layer"
+        self._tell(f"{sentence}, and {ends} {remedy}")
+        self.ended = sentence if self._stops else ""
 
     def test(self, results: Mapping[str, float], step: int) -> bool:
         """Return True if no test was as good before."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,12 @@ from ..schedules.replicated import predicted_bytes
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
-    from ...stages.plan.plan_stage import PlanStage
 
 DIRECTIONS = ("forward", "backward")
 OF_TIERS = tuple(f"{tier}_tier" for tier in NAMES)
 SENT = {f"bytes_{kind}_{way}": f"{way}_{kind}" for kind in ("raw", "sent") for way in DIRECTIONS}
 SAVED = {"bytes_saved_raw": "saved_raw", "bytes_saved_kept": "saved_kept"}
-SECONDS = {
-    name: name for name in ("compute_seconds", "waiting_seconds", "exposed_seconds", "held_up_seconds")
-}
+SECONDS = {f"{name}_seconds": f"{name}_seconds" for name in ("compute", "waiting", "exposed", "held_up")}
 EXCHANGED = {"bytes_exchanged": "exchanged_bytes"}
 SUMS = SENT | SAVED | EXCHANGED | SECONDS  # what is written of a stage, and what its report calls it
 MOST = (
@@ -198,13 +195,12 @@ def _finite(value: float | None) -> float | None:
 
 
 def predicted_peaks(first: Report) -> dict[int, dict[str, int]]:
-    """By rank, the most bytes of each tier in every later step, from the first one: what its end left there
-    is on top of what it had."""
-    found = {}
+    """By rank, the most bytes of each tier in later steps: those of the first, and what its end left."""
+    peaks = {}
     for one in (report for reports in first.of_ranks for report in reports):
-        peaks = {tier: getattr(one, f"{tier}_tier") for tier in NAMES}
-        found[one.rank] = peaks | {"device": peaks["device"] + one.grew_bytes}
-    return found
+        peaks[one.rank] = {tier: getattr(one, f"{tier}_tier") for tier in NAMES}
+        peaks[one.rank]["device"] += one.grew_bytes
+    return peaks
 
 
 def tier_rows(
@@ -222,30 +218,29 @@ def tier_rows(
             of_rank.setdefault(rank, {})[number] = total
     for rank, ours in sorted(of_rank.items()):
         first, *_ = ours.values()
-        for tier in NAMES:
-            if not first[f"{tier}_tier"]:
-                continue
-            row: dict[str, Any] = {"rank": rank, "tier": tier}
-            row["predicted_peak_bytes"] = predicted[str(rank)][tier] if str(rank) in predicted else None
-            row["peak_bytes"] = first[f"{tier}_tier"]
-            moved = [total for n, total in ours.items() if plan.stages[n].tier == tier != "device"]
-            row["bytes_raw"] = sum(total["bytes_saved_raw"] for total in moved)
-            row["bytes_kept"] = sum(total["bytes_saved_kept"] for total in moved)
-            waited = [total for n, total in ours.items() if _waits_for(plan.stages[n]) == tier != "device"]
-            row["exposed_seconds"] = sum(total["exposed_seconds"] for total in waited)
-            row["held_up_seconds"] = first["held_up_seconds"] if tier == "device" else 0.0
-            slots = ("slots_bytes", "slots_live_bytes")
-            row |= {name: first[name] if tier == "device" else 0 for name in slots}
-            row["budget_bytes"] = _budget(plan, ours) if tier == "device" else None
-            rows.append(row)
+        stages = {number: plan.stages[number] for number in ours}
+        owners = {
+            plan.owner(number) for number in ours
+        }  # a process that runs all ranks has the memory of all
+        for tier in (name for name in NAMES if first[f"{name}_tier"]):
+            device = tier == "device"
+            moved = [ours[n] for n, stage in stages.items() if stage.tier == tier and not device]
+            # The waits of a stage are shown with the tier of its parameters, which is slower to come.
+            waits = {
+                n: s.tier if s.parameters_tier == "device" else s.parameters_tier for n, s in stages.items()
+            }
+            waited = [ours[n] for n in stages if waits[n] == tier and not device]
+            rows.append({
+                "rank": rank,
+                "tier": tier,
+                "predicted_peak_bytes": predicted.get(str(rank), {}).get(tier),
+                "peak_bytes": first[f"{tier}_tier"],
+                "bytes_raw": sum(total["bytes_saved_raw"] for total in moved),
+                "bytes_kept": sum(total["bytes_saved_kept"] for total in moved),
+                "exposed_seconds": sum(total["exposed_seconds"] for total in waited),
+                "held_up_seconds": first["held_up_seconds"] if device else 0.0,
+                "slots_bytes": first["slots_bytes"] if device else 0,
+                "slots_live_bytes": first["slots_live_bytes"] if device else 0,
+                "budget_bytes": plan.memory * len(owners) if device and plan.memory is not None else None,
+            })  # fmt: skip
     return rows
-
-
-def _waits_for(stage: PlanStage) -> str:
-    """Tier whose waits are shown for a stage: that of its parameters, which is slower to come."""
-    return stage.tier if stage.parameters_tier == "device" else stage.parameters_tier
-
-
-def _budget(plan: Plan, stages: Iterable[int]) -> int | None:
-    """Byte budget of a process with these stages; one that runs all ranks has the memory of all."""
-    return None if plan.memory is None else plan.memory * len({plan.owner(stage) for stage in stages})

@@ -68,10 +68,8 @@ class Source:
         ours, theirs = _both(config, self.checkpoint.notes)
         if config.stages is None:
             theirs["stages"] = None  # as many as the plan had
-        theirs = SINCE | theirs
-        if any(ours.get(key) != theirs.get(key) for key in {*ours, *theirs} if _root(key) in ASKED):
-            return None
-        return self._plan
+        keys = [key for key in {*ours, *theirs} if _root(key) in ASKED]
+        return self._plan if all(ours.get(key) == theirs.get(key) for key in keys) else None
 
     def compare(self, config: TrainConfig, plan: Plan, tell: Callable[[str], None]) -> None:
         """Say what another cut changes."""
@@ -88,10 +86,9 @@ class Source:
 def resolve(
     config: TrainConfig, folder: RunFolder, tell: Callable[[str], None], *, threads: int | None
 ) -> Source | None:
-    """Make ``config.resume`` the path of what the run goes on from, or None.
+    """Make ``config.resume`` the path of what the run goes on from, or None; return that, opened.
 
     Args:    threads: of each rank, as asked for; None: those of the checkpoint, so that the bits stay.
-    Returns: that, opened.
     Raises:  ConfigError: it was another training, or there is no such checkpoint."""
     if config.resume is None:
         return None
@@ -104,52 +101,41 @@ def resolve(
         checkpoint = first_whole(find(source, f"resume={source}"), Checkpoint, tell)
     except CheckpointError as error:
         raise ConfigError(f"resume={config.resume}: {error}") from error
-    if threads is None:
-        _take_threads(config, checkpoint.notes, tell)
+    options = checkpoint.notes.get("config")
+    kept = options.get("threads") if threads is None and isinstance(options, Mapping) else None
+    if type(kept) is int and 0 < kept != config.threads:  # other numbers of them make other sums
+        tell(
+            f"goes on with threads={kept} as the checkpoint, for the same bits; threads={config.threads} "
+            "would use all cores"
+        )
+        config.threads = kept
+        torch.set_num_threads(kept)
     check(config, checkpoint.notes, tell)
     config.resume = str(source.absolute())
     return Source(checkpoint=checkpoint, own=own)
 
 
 def check(config: TrainConfig, notes: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-    """Refuse to go on as another training, and say what changes bits by its nature.
-
-    Args:   notes: of the checkpoint.
-    Raises: ConfigError: an option that decides bits is another one."""
+    """Refuse to go on as another training than that of ``notes``, and say what changes bits by its nature."""
     if not isinstance(notes.get("config"), Mapping):
         raise ConfigError(
             f"resume={config.resume} was not written by penstock train, and says nothing of its options; "
             "load it in Python (penstock.load)"
         )
     ours, theirs = _both(config, notes)
-    told = []
-    for key in sorted(set(ours) | set(theirs)):
-        mine, there = ours.get(key, SINCE.get(key)), theirs.get(key, SINCE.get(key))
-        if mine == there:
-            continue
-        kind = _kind(key, config, mine, there)
+    others = []
+    for key in sorted(ours.keys() | theirs.keys()):
+        mine, there = ours.get(key, SINCE.get(key)), theirs.get(key)
+        kind = "free" if mine == there else _kind(key, config, mine, there)
         if kind == "refused":
             raise ConfigError(
                 f"resume= goes on with the same training, found {key}={mine}, and the checkpoint was made "
                 f"with {key}={there}; give the same, or begin anew in another folder"
             )
         if kind == "said":
-            told.append(f"{key}={mine} was {there}")
-    if told:
-        tell(f"bits may differ from those of the run that goes on: {', '.join(told)} in the checkpoint")
-
-
-def _take_threads(config: TrainConfig, notes: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-    """Go on with as many threads a rank as before: other numbers of them make other sums."""
-    options = notes.get("config")
-    theirs = options.get("threads") if isinstance(options, Mapping) else None
-    if type(theirs) is int and 0 < theirs != config.threads:
-        tell(
-            f"goes on with threads={theirs} as the checkpoint, for the same bits; threads={config.threads} "
-            "would use all cores"
-        )
-        config.threads = theirs
-        torch.set_num_threads(theirs)
+            others.append(f"{key}={mine} was {there}")
+    if others:
+        tell(f"bits may differ from those of the run that goes on: {', '.join(others)} in the checkpoint")
 
 
 def position(step: int, steps_of_an_epoch: int) -> tuple[int, int]:
@@ -163,7 +149,6 @@ def take_over(
 ) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
     """Load what ``resolve`` found, and say behind which step the run goes on, and which it does again.
 
-    Args:    metrics: as the run left them, or none.
     Returns: its notes, and what ``summary.json`` says of it; nothing of both without a source."""
     if source is None:
         return {}, None
@@ -180,7 +165,7 @@ def take_over(
 
 def _both(config: TrainConfig, notes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of now and of the checkpoint, flat."""
-    return dict(flat(dataclasses.asdict(config))), dict(flat(notes["config"]))
+    return dict(flat(dataclasses.asdict(config))), SINCE | dict(flat(notes["config"]))
 
 
 def _root(key: str) -> str:

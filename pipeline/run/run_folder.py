@@ -76,9 +76,8 @@ class RunFolder:
         With the block the claim ends, and so does a folder into which nothing was written.
 
         Args:    resumes: the run that did not finish may go on, so its checkpoints are no hindrance.
-        Returns: what to tell a person where the file system cannot keep others out; else None.
-        Raises:  ConfigError: it holds a finished run or checkpoints, another run works in it, or it cannot
-                 be written.
+        Yields:  what to tell a person where the file system cannot keep others out; else None.
+        Raises:  ConfigError: it holds what must stay, another run works in it, or it cannot be written.
         """
         with refusing(self.path):
             lock, missing = self._acquire()
@@ -98,7 +97,7 @@ class RunFolder:
             lock.release()
 
     def _acquire(self) -> tuple[FileLock, str | None]:
-        """Hold the lock, which ends with its process; return what ``claim`` does, too."""
+        """Hold the lock, which ends with its process; return what ``claim`` yields, too."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock, missing = FileLock(self.lock, timeout=0.2, poll_interval=0.02, fallback_to_soft=False), None
         try:
@@ -115,18 +114,16 @@ class RunFolder:
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
-            place = f"{self.path} is on a file system without locks ({reason(error)})"
-            missing = f"{place}; let no other run write into it"
+            missing = f"{self.path} is on a file system without locks ({reason(error)})"
+            missing += "; let no other run write into it"
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the name of its holder
             self.lock.write_text(f"pid {os.getpid()} on {socket.gethostname()}")
         return lock, missing
 
     def begin(self, tell: Callable[[str], None], *, resumes: bool = False) -> None:
-        """Remove what an unfinished run left and this one would not write over at once.
+        """Remove what an unfinished run left and this one would not write over at once, and say so.
 
-        Args:   tell: is called with a sentence if there is any.
-                resumes: this is that run, which goes on; its metrics stay.
-        Raises: ConfigError: it cannot be removed.
+        Args:   resumes: this is that run, which goes on; its metrics stay.
         """
         begun = () if resumes else (self.metrics, self.timeline, self.trace, self.shares)
         left = [*(path for path in begun if path.exists()), *self.errors.glob("*")]
@@ -148,10 +145,7 @@ class RunFolder:
             return self.lock.stat()
 
     def check(self, mark: os.stat_result) -> None:
-        """Refuse to write into a folder that was removed, and may by now be another run's.
-
-        Raises: ConfigError: it was.
-        """
+        """Refuse to write into a folder that was removed, and may by now be another run's."""
         with contextlib.suppress(OSError):
             if os.path.samestat(mark, self.lock.stat()):  # its holder keeps the number from being given anew
                 return
@@ -170,15 +164,11 @@ class RunFolder:
 
         from .determinism import held as settings
 
-        content = dataclasses.asdict(config)
-        content["versions"] = {
-            "penstock": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        }
-        content["settings"] = settings(config)
+        versions = {"penstock": __version__, "torch": str(torch.__version__)}
+        versions["python"] = platform.python_version()
+        more = {"versions": versions, "settings": settings(config)}
         with writing(self.config) as part:
-            OmegaConf.save(content, part)
+            OmegaConf.save(dataclasses.asdict(config) | more, part)
         plan.save(self.plan)
 
     @contextlib.contextmanager
@@ -187,15 +177,18 @@ class RunFolder:
 
         What failing ranks leave in its ``errors`` is kept in this folder's, and told as lying there.
         """
-        with contextlib.ExitStack() as made:
+        with contextlib.ExitStack() as stack:
             with refusing("a temporary folder (TMPDIR)"):
-                told = RunFolder(path=made.enter_context(private_folder()))
+                folder = RunFolder(path=stack.enter_context(private_folder()))
             try:
-                yield told
+                yield folder
             except PenstockError as error:
                 with contextlib.suppress(OSError, ConfigError):  # a full disk may be what they failed of
-                    self._keep_errors(told)
-                error.args = (str(error).replace(str(told.errors), str(self.errors)),)
+                    for left in folder.errors.glob("*"):
+                        self.errors.mkdir(exist_ok=True)
+                        with writing(self.errors / left.name) as part:
+                            part.write_bytes(left.read_bytes())
+                error.args = (str(error).replace(str(folder.errors), str(self.errors)),)
                 raise
 
     def read_config(self) -> TrainConfig:
@@ -210,28 +203,16 @@ class RunFolder:
         return json.loads(self.summary.read_text())
 
     def _refuse_kept(self, *, resumes: bool) -> None:
+        kept = ""
         if self.summary.exists():
-            raise ConfigError(
-                f"hydra.run.dir={self.path} already holds a finished run; choose another folder or remove it"
-            )
-        if resumes:
-            return
-        if self.whole_checkpoints():
-            raise ConfigError(
-                f"hydra.run.dir={self.path} holds checkpoints of a run that did not finish; go on with it by "
-                "resume=auto, or choose another folder"
-            )
-        if self.model.exists():
-            raise ConfigError(
-                f"hydra.run.dir={self.path} already holds trained weights, {self.model.name}; choose another "
-                "folder or move them"
-            )
-
-    def _keep_errors(self, told: RunFolder) -> None:
-        for left in told.errors.glob("*"):
-            self.errors.mkdir(exist_ok=True)
-            with writing(self.errors / left.name) as part:
-                part.write_bytes(left.read_bytes())
+            kept = "already holds a finished run; choose another folder or remove it"
+        elif self.whole_checkpoints() and not resumes:
+            kept = "holds checkpoints of a run that did not finish; go on with it by resume=auto, or choose "
+            kept += "another folder"
+        elif self.model.exists() and not resumes:
+            kept = f"already holds trained weights, {self.model.name}; choose another folder or move them"
+        if kept:
+            raise ConfigError(f"hydra.run.dir={self.path} {kept}")
 
     def _remove_parts(self) -> None:
         self.first_values.unlink(missing_ok=True)

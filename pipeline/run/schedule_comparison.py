@@ -54,11 +54,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The schedule, and its policy of the weights if there is one."""
-        return (
-            self.plan.schedule
-            if self.plan.weights == "latest"
-            else f"{self.plan.schedule} {self.plan.weights}"
-        )
+        return _name(self.plan.schedule, self.plan.weights)
 
     @property
     def seconds(self) -> float:
@@ -86,8 +82,7 @@ class Comparison:
 
     @property
     def chosen(self) -> Candidate:
-        """The shortest step that fits, of the schedules with the bits of the plain loop; of equals the
-        smallest.
+        """The shortest step that fits, with the bits of the plain loop; of equals the smallest.
 
         Raises: PlanError: none fits."""
         fitting = [one for one in self.candidates if one.fits and not one.plan.streams]
@@ -118,18 +113,18 @@ class Comparison:
 
     def panels(self) -> list[Panel]:
         """A timeline for each candidate, the chosen one marked."""
-        best = self.chosen
-        return [
-            dataclasses.replace(one.panel, title=_heading(one, one is best), marked=one is best)
-            for one in self.candidates
-        ]
+        best, panels = self.chosen, []
+        for one in self.candidates:
+            parts = [f"{one.name}{' (chosen)' * (one is best)}: {show_seconds(one.seconds)} a step"]
+            parts += [f"bubble {one.bubble:.0%}", f"{show_bytes(max(one.memory))} on the fullest rank"]
+            parts += ["the middle of a stream: no flush"] * one.plan.streams
+            parts += ["more than there is"] * (not one.fits)
+            panels.append(dataclasses.replace(one.panel, title=", ".join(parts), marked=one is best))
+        return panels
 
 
-def _heading(one: Candidate, chosen: bool) -> str:
-    parts = [f"{one.name}{' (chosen)' if chosen else ''}: {show_seconds(one.seconds)} a step"]
-    parts += [f"bubble {one.bubble:.0%}", f"{show_bytes(max(one.memory))} on the fullest rank"]
-    parts += ["the middle of a stream: no flush"] if one.plan.streams else []
-    return ", ".join(parts + ([] if one.fits else ["more than there is"]))
+def _name(schedule: str, weights: str) -> str:
+    return schedule if weights == "latest" else f"{schedule} {weights}"
 
 
 def compare(profile: Profile, **options: Any) -> Comparison:
@@ -138,15 +133,13 @@ def compare(profile: Profile, **options: Any) -> Comparison:
     Raises:  PenstockError: nothing can be planned at all: what the first schedule says.
     """
     known = {name: options[name] for name in ("optimizer_state", "by_element") if name in options}
-    asked = [*((name, "latest") for name in SYNCHRONOUS), *ASYNCHRONOUS]
-    candidates: list[Candidate] = []
-    refused: dict[str, PenstockError] = {}
-    for name, weights in asked:
+    candidates, refused = list[Candidate](), dict[str, PenstockError]()
+    for name, weights in [*((name, "latest") for name in SYNCHRONOUS), *ASYNCHRONOUS]:
         try:
             plan = partition(profile, schedule=name, weights=weights, **options)
             candidates.append(candidate(profile, plan, **known))
         except PenstockError as error:
-            refused[name if weights == "latest" else f"{name} {weights}"] = error
+            refused[_name(name, weights)] = error
     if not candidates:
         raise next(iter(refused.values()))
     return Comparison(
@@ -160,10 +153,7 @@ def candidate(
     profile: Profile, plan: Plan, *, optimizer_state: float | None = None, by_element: bool = False
 ) -> Candidate:
     """Simulate the step of a plan, with the bytes that ``profile`` measured and those of an optimizer, as
-    ``partition`` is told of it.
-
-    Raises:  ScheduleError: the schedule does not suit the plan's stages, ranks or micro-batches.
-    """
+    ``partition`` is told of it."""
     if plan.streams:
         programs, panel = _stream(plan)
     else:
@@ -173,22 +163,20 @@ def candidate(
     return Candidate(
         plan=plan,
         panel=panel,
-        memory=_memory(profile, plan, programs, versions, optimizer_state, by_element=by_element),
+        memory=_memory(
+            profile, plan, programs, versions, optimizer_state=optimizer_state, by_element=by_element
+        ),
         live_micro_batches=live_micro_batches(programs),
         live_versions=versions,
     )
 
 
 def check_order(plan: Plan) -> None:
-    """Refuse now the order of a plan that no pipeline would run, its stages taken for a chain.
-
-    Raises:  ScheduleError: the schedule does not suit the plan, or its ranks would wait for each other.
-    """
-    if plan.streams:
-        return
-    chain = list(pairwise(range(plan.num_stages)))
-    rank_of = plan.rank_of if max(plan.replicas) > 1 else None
-    smallest_window(step_programs(plan), num_micro_batches=plan.micro_batches, edges=chain, rank_of=rank_of)
+    """Refuse now the order of a plan that no pipeline would run, its stages taken for a chain."""
+    if not plan.streams:
+        ranks: Any = {"rank_of": plan.rank_of if max(plan.replicas) > 1 else None}
+        chain = list(pairwise(range(plan.num_stages)))
+        smallest_window(step_programs(plan), num_micro_batches=plan.micro_batches, edges=chain, **ranks)
 
 
 def _stream(plan: Plan) -> tuple[Programs, Panel]:
@@ -197,12 +185,11 @@ def _stream(plan: Plan) -> tuple[Programs, Panel]:
     One batch more takes a step more, filling and draining left out."""
     options = {"schedule": plan.schedule, "micro_batches": plan.micro_batches}
     longer, shorter = (endless_programs(plan.stages_of_rank, **options, more=more) for more in (2, 1))
-    made, before = simulate_plan(plan, longer), simulate_plan(plan, shorter)
+    simulation, before = simulate_plan(plan, longer), simulate_plan(plan, shorter)
     first = f"0F{filling(plan.num_stages, plan.micro_batches) * plan.micro_batches}"
-    begins = next(span for span in made.spans if span.name == first)
-    begin = begins.start + begins.waiting
-    end = begin + made.seconds - before.seconds
-    return longer, Panel(title=plan.schedule, spans=made.spans, begin=begin, end=end)
+    begin = next(span.start + span.waiting for span in simulation.spans if span.name == first)
+    end = begin + simulation.seconds - before.seconds
+    return longer, Panel(title=plan.schedule, spans=simulation.spans, begin=begin, end=end)
 
 
 def _memory(
@@ -210,22 +197,19 @@ def _memory(
     plan: Plan,
     programs: Programs,
     versions: tuple[int, ...],
-    state: float | None,
-    *,
-    by_element: bool,
+    **optimizer: Any,
 ) -> tuple[int, ...]:
     """Peak bytes on every rank, over all instants of its program."""
     layers = {layer.name: layer for layer in profile.layers}
     sizes = [sizes_of([layers[name] for name in stage.layers]) for stage in plan.stages]
 
     def held(number: int, in_flight: int) -> int:
-        stage, options = plan.stages[number], {"optimizer_state": state, "device": profile.device}
-        options["by_element"] = by_element
-        decided = ("tier", "weights_tier", "parameters_tier", "recompute")
-        options |= {name: getattr(stage, name) for name in decided}
+        stage, decided = plan.stages[number], ("tier", "weights_tier", "parameters_tier", "recompute")
         counts = counts_of(plan.shares[number], plan.micro_batches)
-        options["exchanged"] = exchanges(counts, exact=plan.exact)
+        options = optimizer | {name: getattr(stage, name) for name in decided}
+        options |= {"device": profile.device, "exchanged": exchanges(counts, exact=plan.exact)}
         if plan.sharded and plan.owners == "spread":
+            state = options["optimizer_state"]
             options["optimizer_state"] = (1.0 if state is None else state) / len(counts)
         there = copies(in_flight, old_versions=versions[number] - 1, **options)
         bytes_of = sizes[number] if stage.prefetches else {**sizes[number], "neighbours": 0}

@@ -41,11 +41,8 @@ def table(
 def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
     """Return one row for each rank of each stage: how long it computed, what it kept, what it sent each way.
 
-    The stages of a rank share its bubble and its memory, told with the first of them.
-
-    Args:
-        wide: Also say how much that was before packing.
-    """
+    The stages of a rank share its bubble and its memory, told with the first of them. ``wide`` also says how
+    much was sent before packing."""
     stages = summary["stages"]
     on_gpus = any(stage.get("device_bytes") for stage in stages)
     wide = wide and not on_gpus  # whose column takes the room
@@ -54,20 +51,23 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
     names = ("stage", "rank", "compute", "bubble", "counted", "resident", *ways, *["GPU"] * on_gpus)
     rows, seen = [], set[int]()
     for number, one in ((stage["stage"], one) for stage in stages for one in stage.get("ranks", [stage])):
-        first = one["rank"] not in seen
-        seen.add(one["rank"])
         row = [str(number), str(one["rank"]), f"{one['compute_seconds']:.1f} s"]
-        row += [f"{one['bubble']:.0%}" if first else "", _bytes(one["peak_bytes"] or None)]
-        row += [_bytes(one["resident_bytes"] or None) if first else ""]
+        row += [
+            f"{one['bubble']:.0%}",
+            _bytes(one["peak_bytes"] or None),
+            _bytes(one["resident_bytes"] or None),
+        ]
+        if one["rank"] in seen:
+            row[3] = row[5] = ""
+        seen.add(one["rank"])
         row += [sent(one[f"bytes_raw_{way}"], one[f"bytes_sent_{way}"]) for way in ("forward", "backward")]
         rows.append(row + [show_bytes(one["device_bytes"])] * on_gpus)
     return table(names, rows, collapse_padding=not wide)
 
 
 def tier_table(summary: Mapping[str, Any]) -> Table | None:
-    """One line for each tier of each rank: bytes predicted and held, and what moving showed of itself.
-
-    None where nothing moves and nothing is limited."""
+    """One line for each tier of each rank: bytes predicted and held, and what moving showed of itself; None
+    where nothing moves and nothing is limited."""
     tiers, steps, rows = summary.get("tiers", []), max(1, summary["steps"]), []
     if not _is_worth_a_table((row["tier"] for row in tiers), *(row["budget_bytes"] for row in tiers)):
         return None
@@ -76,11 +76,9 @@ def tier_table(summary: Mapping[str, Any]) -> Table | None:
         raw, kept, on_device = row["bytes_raw"], row["bytes_kept"], row["tier"] == "device"
         times = f" ({raw / kept:.2f}x)" if kept else ""
         moved = f"{show_bytes(raw / steps)} -> {show_bytes(kept / steps)}{times}" if raw else "-"
-        exposed, held_up = (
-            f"{1000 * row[f'{name}_seconds'] / steps:.1f} ms" for name in ("exposed", "held_up")
-        )
         sizes = [_bytes(row[f"{name}_bytes"]) for name in ("budget", "predicted_peak", "peak")]
-        waits = ("-", held_up) if on_device else (exposed, "-")
+        wait = f"{1000 * row['held_up_seconds' if on_device else 'exposed_seconds'] / steps:.1f} ms"
+        waits = ("-", wait) if on_device else (wait, "-")
         placed = row.get("slots_bytes")
         slots = f"{show_bytes(placed)} ({placed / row['slots_live_bytes']:.2f}x)" if placed else ""
         rows.append((str(row["rank"]), row["tier"], *sizes, moved, *waits, *[slots] * has_slots))
@@ -97,17 +95,17 @@ def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None
     """Return a function that reports, after the first step, how much each tier will hold at most.
 
     It reports nothing where ``tier_table`` would show nothing of that step."""
-    reports: list[Report] = []
+    first = True
 
     def see(report: Report) -> None:
-        if reports:
-            return
-        reports.append(report)
+        nonlocal first
         ranks = predicted_peaks(report)
         used = (tier for peaks in ranks.values() for tier in peaks if peaks[tier])
-        for rank, peaks in sorted(ranks.items()) if _is_worth_a_table(used, plan.memory) else ():
-            held = ", ".join(f"{tier} {show_bytes(peaks[tier])}" for tier in NAMES if peaks[tier])
-            tell(f"rank {rank} will hold at most, by its first step: {held}")
+        if first and _is_worth_a_table(used, plan.memory):
+            for rank, peaks in sorted(ranks.items()):
+                held = ", ".join(f"{tier} {show_bytes(peaks[tier])}" for tier in NAMES if peaks[tier])
+                tell(f"rank {rank} will hold at most, by its first step: {held}")
+        first = False
 
     return see
 
@@ -120,10 +118,8 @@ def overrun(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]
     known: set[int] = set()
 
     def see(report: Report) -> None:
-        for one in (one for reports in report.of_ranks for one in reports):
-            if not plan.memory or one.rank in known:
-                continue
-            if one.resident_bytes > MARGIN * plan.memory + UNCOUNTED:
+        for one in (one for reports in report.of_ranks for one in reports if plan.memory):
+            if one.rank not in known and one.resident_bytes > MARGIN * plan.memory + UNCOUNTED:
                 known.add(one.rank)
                 tell(
                     f"rank {one.rank} holds {show_bytes(one.resident_bytes)} more than before the run, "
@@ -167,7 +163,6 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _data(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines about reading samples: the seconds, samples left out, and reads that a cache spared."""
     lines = []
     if ranks:
         waits = ", ".join(f"{row['waited_seconds']:.1f} s on rank {rank}" for rank, row in enumerate(ranks))
@@ -178,8 +173,7 @@ def _data(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     if not caches:
         return lines
     hits, loads = (sum(cache[name] for cache in caches) for name in ("hits", "loads"))
-    share = hits / max(1, hits + loads)
-    spared = show_bytes(sum(cache["hit_bytes"] for cache in caches))
+    share, spared = hits / max(1, hits + loads), show_bytes(sum(cache["hit_bytes"] for cache in caches))
     lines.append(
         f"sample cache: {hits:,} of {hits + loads:,} samples ({share:.1%}) were found there, {spared}"
     )
@@ -200,15 +194,12 @@ def _codecs(summary: Mapping[str, Any]) -> list[str]:
         soon = searched and summary["bytes_sent"]
         return ["codec=auto: the run ended before a choice was made"] if soon else []
     flows = sorted(summary["flows"], key=lambda flow: -flow["bytes_raw"])[:MOST_FLOWS]
-    ways = {"F": "down", "B": "up"}
+    ways, turns = {"F": "down", "B": "up"}, []
+    for turn in summary["turns"]:
+        name, depth = turn["name"], f", +{turn['extra']} in flight" if turn["extra"] else ""
+        seconds = f"{turn['measured']:.3f} s a step (predicted {turn['predicted']:.3f})"
+        turns.append(f"{TURNS.get(name, name)}{depth}: {seconds}{', chosen' * bool(turn['stayed'])}")
     shown = [f"{flow['value']} {ways[flow['way']]} {flow['codec']}" for flow in flows]
-    turns = [
-        str(TURNS.get(turn["name"], turn["name"]))
-        + (f", +{turn['extra']} in flight" if turn["extra"] else "")
-        + f": {turn['measured']:.3f} s a step (predicted {turn['predicted']:.3f})"
-        + (", chosen" if turn["stayed"] else "")
-        for turn in summary["turns"]
-    ]
     chosen = [f"codec=auto: {'; '.join(shown)}"] if searched else []
     return [*chosen, f"{'codec' if searched else 'extra_in_flight'}=auto compared {'; '.join(turns)}"]
 
@@ -256,11 +247,11 @@ def schedule_table(comparison: Comparison) -> Table:
 
 def notes(comparison: Comparison) -> list[str]:
     """Return what stands below: the schedules left out, and how to read the numbers."""
-    lines = [f"left out: {name}: {reason}" for name, reason in comparison.left_out.items()]
-    lines.append("simulated from measured layers; I and W: half of a backward each; tensors travel unpacked")
-    lines.append("memory: of the fullest rank; in flight, versions: of the fullest stage")
-    if any(one.plan.streams for one in comparison.candidates):
-        lines.append(
-            "async_1f1b, double_buffered: no flush, not the bits of the plain loop; never chosen here"
-        )
-    return lines
+    streams = any(one.plan.streams for one in comparison.candidates)
+    return [
+        *(f"left out: {name}: {reason}" for name, reason in comparison.left_out.items()),
+        "simulated from measured layers; I and W: half of a backward each; tensors travel unpacked",
+        "memory: of the fullest rank; in flight, versions: of the fullest stage",
+        *["async_1f1b, double_buffered: no flush, not the bits of the plain loop; never chosen here"]
+        * streams,
+    ]

@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 # backward, whole or in halves; printed in grey, the five are 30 of 255 apart.
 COLOURS = {"F": "#0072B2", "B": "#E69F00", "I": "#DC6A1A", "W": "#F0E442", "U": "#404040"}
 INK = {"F": "white", "B": "black", "I": "black", "W": "black", "U": "white"}
-NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward, inputs",
-    "W": "backward, weights",
-    "U": "update",
-}
+NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "U": "update"}
 WAITING = {"facecolor": "#F1F3F5", "edgecolor": "#B4BAC3", "hatch": "////", "linewidth": 0}
 ROW = 0.84  # height of a rank's row; the rows are 1 apart
 LANE_INCHES = 0.3  # least height of one of several stages in the row of their rank
@@ -63,11 +57,6 @@ class Panel:
             busy[span.rank] += max(0.0, min(span.end, last) - max(span.start + span.waiting, self.begin))
         return [1 - one / self.seconds for one in busy]
 
-    @property
-    def inches(self) -> float:
-        """The height of its rows."""
-        return sum(max(ROW_INCHES, LANE_INCHES * len(stages)) for stages in self.stages_of_rank)
-
 
 def draw(panels: Sequence[Panel], path: str | Path, *, title: str) -> None:
     """Draw timelines, one above the other on the same axis, into a PNG wide enough for the top of a page."""
@@ -79,11 +68,13 @@ def figure(panels: Sequence[Panel], *, title: str) -> Figure:
     from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    heights = [panel.inches for panel in panels]
+    heights = [
+        sum(max(ROW_INCHES, LANE_INCHES * len(row)) for row in panel.stages_of_rank) for panel in panels
+    ]
     heights = [height * min(1.0, MOST_INCHES / sum(heights)) for height in heights]
     size = 13, 1.3 + sum(heights) + 0.42 * len(panels)
-    made = Figure(figsize=size, layout=ConstrainedLayoutEngine(hspace=0.02))
-    rows = made.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    picture = Figure(figsize=size, layout=ConstrainedLayoutEngine(hspace=0.02))
+    rows = picture.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     end = max(panel.seconds for panel in panels)
     for axes, panel in zip(rows, panels, strict=True):
         _draw_panel(axes, panel, end=end)
@@ -91,8 +82,8 @@ def figure(panels: Sequence[Panel], *, title: str) -> Figure:
         axes.spines["bottom"].set_visible(axes is rows[-1])
     rows[-1].set_xlabel("milliseconds since the step began", loc="left", fontsize=10)
     _draw_legend(rows[-1], [span for panel in panels for span in panel.spans])
-    made.suptitle(title, x=0.005, ha="left", fontsize=12.5, fontweight="bold")
-    return made
+    picture.suptitle(title, x=0.005, ha="left", fontsize=12.5, fontweight="bold")
+    return picture
 
 
 def _draw_panel(axes: Axes, panel: Panel, *, end: float) -> None:
@@ -100,7 +91,10 @@ def _draw_panel(axes: Axes, panel: Panel, *, end: float) -> None:
     stages_of_rank, names = panel.stages_of_rank, []
     for rank, (stages, idle) in enumerate(zip(stages_of_rank, panel.bubble, strict=True)):
         axes.axhspan(rank - ROW / 2, rank + ROW / 2, color="#FAFBFC", zorder=0)  # what stays is the bubble
-        names.append(f"rank {rank}, {_stages(stages)}\n{100 - 100 * idle:.0f} % busy")
+        in_a_row = len(stages) > 1 and stages[-1] - stages[0] == len(stages) - 1
+        listed = f"{stages[0]}-{stages[-1]}" if in_a_row else ", ".join(map(str, stages))
+        name = f"stage{'s' * (len(stages) > 1)} {listed}" if stages else "idle"
+        names.append(f"rank {rank}, {name}\n{100 - 100 * idle:.0f} % busy")
     for span in panel.spans:
         if span.end > panel.begin and span.start < panel.begin + panel.seconds:
             _draw_span(axes, span, panel, end=end, stages=stages_of_rank[span.rank])
@@ -115,9 +109,7 @@ def _draw_panel(axes: Axes, panel: Panel, *, end: float) -> None:
 
 
 def _draw_span(axes: Axes, span: Span, panel: Panel, *, end: float, stages: list[int]) -> None:
-    """Draw the box, the wait before it, and the number of the micro-batch; times in ms.
-
-    Each of several stages has a lane in the row of its rank."""
+    """Draw the box in the lane of its stage, the wait before it, and the number of the micro-batch, in ms."""
     from matplotlib.patches import Rectangle
 
     last = panel.begin + panel.seconds
@@ -136,13 +128,6 @@ def _draw_span(axes: Axes, span: Span, panel: Panel, *, end: float, stages: list
         place = (middle + stop) / 2, bottom + height / 2
         size = 10 if len(stages) == 1 else 8.5
         axes.text(*place, label, color=INK[span.op], ha="center", va="center_baseline", fontsize=size)
-
-
-def _stages(stages: Sequence[int]) -> str:
-    if len(stages) < 2:
-        return f"stage {stages[0]}" if stages else "idle"
-    together = stages[-1] - stages[0] == len(stages) - 1
-    return f"stages {stages[0]}-{stages[-1]}" if together else f"stages {', '.join(map(str, stages))}"
 
 
 def _draw_legend(axes: Axes, spans: Sequence[Span]) -> None:
@@ -201,27 +186,19 @@ def perfetto_trace(spans: Sequence[Span], *, title: str) -> dict[str, Any]:
             end = {"ph": "f", "bp": "e", "pid": reader.rank, "tid": reader.stage, "ts": max(left, first)}
             events.append(arrow | end)
     # 3. names of processes and rows
-    ranks = sorted({span.rank for span in ordered})
-    names = [event for rank in ranks for event in _named("process", rank, 0, f"rank {rank}", rank)]
-    names += [
-        event
-        for (rank, row), name in sorted(rows.items())
-        for event in _named("thread", rank, row, name, row)
-    ]
+    named = [("process", rank, 0, f"rank {rank}", rank) for rank in sorted({span.rank for span in ordered})]
+    named += [("thread", rank, row, name, row) for (rank, row), name in sorted(rows.items())]
+    names: list[Event] = []
+    for kind, rank, row, name, order in named:
+        place = {"ph": "M", "pid": rank, "tid": row}
+        names.append(place | {"name": f"{kind}_name", "args": {"name": name}})
+        names.append(place | {"name": f"{kind}_sort_index", "args": {"sort_index": order}})
     return {"displayTimeUnit": "ms", "otherData": {"title": title}, "traceEvents": [*names, *events]}
 
 
 def _event(rank: int, row: int, name: str, kind: str, start: float, end: float, args: Event) -> Event:
     place = {"ph": "X", "pid": rank, "tid": row, "name": name, "cat": kind}
     return {**place, **_times(start, end), "args": args}
-
-
-def _named(kind: str, rank: int, row: int, name: str, order: int) -> list[Event]:
-    place = {"ph": "M", "pid": rank, "tid": row}
-    return [
-        {**place, "name": f"{kind}_name", "args": {"name": name}},
-        {**place, "name": f"{kind}_sort_index", "args": {"sort_index": order}},
-    ]
 
 
 def _times(start: float, end: float) -> dict[str, float]:
