@@ -43,13 +43,12 @@ def options() -> Any:
     add("--epochs", type=harness.at_least(2), default=6, help=epochs)
     size = partial(parse_bytes, name="size")
     add("--sample-bytes", type=size, default=110_000, help="size of a sample that is hit, such as 110kB")
-    add("--seed", type=harness.at_least(0), default=0, help="decides the orders")
     return parser
 
 
 def bench(asked: Options, path: Path) -> Results:
     """Measure the parts that are asked for, one after another."""
-    names = "num_samples batch_size epochs sample_bytes seed".split()
+    names = "num_samples batch_size epochs sample_bytes".split()
     results = Results(path, simulated=[], job={name: getattr(asked, name) for name in names})
     for part in asked.parts:
         PARTS[part](asked, results)
@@ -68,7 +67,7 @@ def simulated(asked: Options, results: Results) -> None:
                 batch_size=asked.batch_size,
                 epochs=asked.epochs,
                 start=(asked.num_samples + 1) * number / jobs,
-                seed=1000 * asked.seed + number,
+                seed=number,
             )
             for number in range(jobs)
         ]

@@ -20,13 +20,7 @@ from penstock.pipeline.data.random_draws import order_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One job.
-
-    Attributes:
-        data: Number of its data set.
-        start: Second of its first use; each use takes a second.
-        seed: Decides its orders, which are those of ``penstock.cached``.
-    """
+    """One job; ``data``: number of its data set; ``start``: second of its first use; each takes a second."""
 
     name: str
     data: int
@@ -37,7 +31,7 @@ class Load:
     seed: int = 0
 
     def order(self, epoch: int) -> list[int]:
-        """Return the samples of an epoch."""
+        """Return the samples of an epoch, in the order of ``penstock.cached``."""
         return order_of(self.num_samples, seed=self.seed, epoch=epoch).tolist()
 
     def uses(self) -> Iterator[tuple[float, str, int, int]]:
@@ -67,12 +61,11 @@ def simulate(loads: Sequence[Load], policy: Policy) -> Trace:
     for now, name, epoch, place in merge(*(load.uses() for load in loads)):
         load = jobs[name]
         if place == 0 and epoch <= 1:
-            times = None
+            size, batch, times = load.num_samples, load.batch_size, None
             if epoch:  # its first epoch was measured: reading is not hidden, so every sample is wanted
-                io = {"batch_io": float(load.batch_size), "sample_io": 1.0, "hidden": 0.0}
-                times = Times(epoch=float(load.num_samples), augmentation=0.0, training=0.0, **io)
-            data, num_samples = f"data {load.data}", load.num_samples
-            job = Job(name=name, data=data, num_samples=num_samples, batch_size=load.batch_size, times=times)
+                io = {"batch_io": float(batch), "sample_io": 1.0, "hidden": 0.0}
+                times = Times(epoch=float(size), augmentation=0.0, training=0.0, **io)
+            job = Job(name=name, data=f"data {load.data}", num_samples=size, batch_size=batch, times=times)
             policy.join(job, now)
         if place == 0:
             following = load.order(epoch + 1) if epoch + 1 < load.epochs else None
@@ -91,11 +84,7 @@ def simulate(loads: Sequence[Load], policy: Policy) -> Trace:
 
 
 def optimum(keys: Sequence[int], num_slots: int) -> np.ndarray:
-    """Return whether each use of a trace hits with ``num_slots`` samples cached, as the optimum has it.
-
-    Args:
-        keys: Sample of each use, as whole numbers from 0, in the order of time.
-    """
+    """Return whether each use of ``keys`` (samples from 0) hits with ``num_slots`` cached by the optimum."""
     uses = np.asarray(keys, dtype=np.int64)
     # Place of the next use of each use's sample; the number of uses where there is none.
     order = np.argsort(uses, kind="stable")

@@ -37,22 +37,21 @@ Routes = dict[str, Callable[[], Any]]
 PEERS = ("lz4", "zstd_1", "blosc2_shuffle", "blosc2_bitshuffle")
 SPEEDS = {"pack": "copy", "unpack": "copy", "encode": "clone", "decode": "clone"}
 BATCH_BYTES, SECONDS = 2 << 20, 0.4  # a small tensor is timed many times; seconds for all runs of a side
-SEED = 0
+SEED, STEPS = 0, 10  # that a network trains before its tensors are taken
+BLOCKS = ("blocks.1.activation", "blocks.1")
+# Options of a job, and the modules whose outputs are taken.
 NETWORKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "resnet18": ({"model": "resnet18"}, ("relu", "layer1", "layer3")),
     "vgg11": ({"model": "torchvision", "model.name": "vgg11"}, ("features.1", "features.7", "features.14")),
-} | {
-    f"gpt {name}": (
-        {"model": "gpt", "model.activation": name, "data": "text"},
-        ("blocks.1.activation", "blocks.1"),
-    )
-    for name in ("gelu", "relu", "relu2")
+    "gpt gelu": ({"model": "gpt", "model.activation": "gelu", "data": "text"}, BLOCKS),
+    "gpt relu": ({"model": "gpt", "model.activation": "relu", "data": "text"}, BLOCKS),
+    "gpt relu2": ({"model": "gpt", "model.activation": "relu2", "data": "text"}, BLOCKS),
 }
-"""Options of a job, and the modules whose outputs are taken."""
-
-MASKED = ("resnet18", "vgg11", "gpt relu")
-"""Networks whose first module ends in a ReLU, as all of an image network do: gradients are zero there."""
-
+MASKED = (
+    "resnet18",
+    "vgg11",
+    "gpt relu",
+)  # the first module, of images all, is a ReLU: gradients are zero there
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -69,8 +68,6 @@ def options() -> Any:
     add("--densities", type=listed(density), default=[0.1, 0.5, 0.9, 1.0], help="share of non-zero elements")
     dtypes = ("float64", "float32", "float16", "bfloat16")
     add("--dtypes", type=listed(known=dtypes), default=["float32", "bfloat16"], help="dtypes of floats")
-    capture = "steps that a network trains before its tensors are taken"
-    add("--capture-steps", type=harness.at_least(1), default=10, help=capture)
     return made
 
 
@@ -125,7 +122,7 @@ def _networks(asked: Options, *, images: bool) -> Iterator[Subject]:
         if network.startswith("gpt") == images:
             continue
         data = "fashion_mnist" if FASHION_MNIST.is_dir() else "digits"
-        kept = trained({"threads": 1, "batch_size": 64, "data": data} | defaults, paths, asked.capture_steps)
+        kept = trained({"threads": 1, "batch_size": 64, "data": data} | defaults, paths)
         for path in paths:
             masked = network in MASKED and (path == paths[0] or images)
             activation, gradient = kept[f"{path} activation"], kept[f"{path} gradient"]
@@ -137,7 +134,7 @@ def _networks(asked: Options, *, images: bool) -> Iterator[Subject]:
                     yield Subject(f"{network} {path} gradient, mask reused", gradient.to(dtype), mask)
 
 
-def trained(options: Mapping[str, Any], paths: tuple[str, ...], num_steps: int) -> dict[str, Tensor]:
+def trained(options: Mapping[str, Any], paths: tuple[str, ...]) -> dict[str, Tensor]:
     """Train a network; return the outputs of modules in the last step, and the gradients of these."""
     job, kept = harness.Job(harness.train_config([], options)), dict[str, Tensor]()
     torch.set_deterministic_debug_mode("default")  # a setting of jobs
@@ -153,7 +150,7 @@ def trained(options: Mapping[str, Any], paths: tuple[str, ...], num_steps: int) 
     for path in paths:
         network.get_submodule(path).register_forward_hook(lambda *call, path=path: listen(path, call[-1]))
     optimizer = job.optimizer(network.named_parameters())
-    for inputs, targets in islice(cycle(job.batches(num_steps)), num_steps):
+    for inputs, targets in islice(cycle(job.batches(STEPS)), STEPS):
         optimizer.zero_grad()
         loss(network(inputs.clone()), targets).backward()
         optimizer.step()
@@ -264,11 +261,9 @@ def peers() -> dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]]
     import zstandard
 
     compress, decompress = zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress
+    lz4_pack, lz4_unpack = partial(lz4.block.compress, store_size=False), lz4.block.decompress
     found: dict[str, Any] = {
-        "lz4": (
-            lambda words: lz4.block.compress(words, store_size=False),
-            lambda packed, num_bytes: lz4.block.decompress(packed, uncompressed_size=num_bytes),
-        ),
+        "lz4": (lz4_pack, lambda packed, num_bytes: lz4_unpack(packed, uncompressed_size=num_bytes)),
         "zstd_1": (lambda words: compress(words.data), lambda packed, _: decompress(packed)),
     }
     if find_spec("blosc2"):  # not among the requirements

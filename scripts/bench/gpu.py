@@ -7,7 +7,6 @@ before the clock starts, so that no route finds another's data in the cache."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,6 @@ def options() -> Any:
     densities = [0, 0.1, 0.3, 0.5, 0.7, 0.9, 1]
     of = "share of non-zero elements"
     add("--densities", type=listed(harness.at_least(0.0)), default=densities, help=of)
-    dtypes = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "bool")
-    default = ["float32", "bfloat16", "int64", "bool"]
-    add("--dtypes", type=listed(known=dtypes), default=default, help="dtypes of the tensors")
     return made
 
 
@@ -54,7 +50,7 @@ def bench(asked: Options, path: Path) -> Results:
     results.content["hardware"] |= gpu_facts | {"multiprocessors": device.multi_processor_count}
     results.content["versions"] |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
     sizes = [number * MEBIBYTE for number in asked.mebibytes]
-    for tensor, codec, facts in tensors(asked.dtypes, sizes, asked.densities, "cuda"):
+    for tensor, codec, facts in tensors(sizes, asked.densities, "cuda"):
         check(tensor, codec)
         results.keep(rows=[facts | measured(tensor, codec, asked.repeats)])
         print(facts["dtype"], codec, tensor.nbytes // MEBIBYTE, "MiB", facts["density"], flush=True)
@@ -90,16 +86,17 @@ def check(tensor: Tensor, codec: str) -> None:
 def measured(tensor: Tensor, codec: str, repeats: int) -> dict[str, Any]:
     """Row of ``tensor``: seconds of each route, medians of alternating runs, and its bytes."""
     cases = [case(tensor, codec) for _ in range(max(2, ROTATED // tensor.nbytes))]
-    graphs = {route: _graph([one.routes[route] for one in cases]) for route in cases[0].routes}
+    routes, least, payload_bytes = cases[0]
+    graphs = {route: _graph([one[route] for one, *_ in cases]) for route in routes}
     seconds = medians(alternate(graphs, repeats))
     buffer = room_of(frame_bytes(tensor.shape, tensor.dtype), tensor.device)
     host_seconds = timed(lambda: frames.pack(tensor, buffer, codec, requires_grad=False), 20)()
     torch.cuda.synchronize()
     return {
         "num_bytes": tensor.nbytes,
-        "ratio": tensor.nbytes / cases[0].payload.nbytes,
+        "ratio": tensor.nbytes / payload_bytes,
         "seconds": {route: taken / len(cases) for route, taken in seconds.items()},
-        "least_bytes": cases[0].least_bytes,
+        "least_bytes": least,
         "pack_call_host_seconds": host_seconds,
     }
 
@@ -145,24 +142,8 @@ def _graph(steps: Sequence[Callable[[], object]]) -> Callable[[], float]:
     return replay
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A tensor on the GPU with its routes, by name: ``copy`` is one from device to device.
-
-    Attributes:
-        words, out: what is packed, and where it is unpacked to. payload: what the codec makes of it.
-        least_bytes: what a route has to read and write, whatever it does.
-    """
-
-    words: Tensor
-    out: Tensor
-    payload: Tensor
-    routes: dict[str, Callable[[], object]]
-    least_bytes: dict[str, int]
-
-
 def tensors(
-    dtypes: Sequence[str], sizes: Sequence[int], densities: Sequence[float], device: str
+    sizes: Sequence[int], densities: Sequence[float], device: str
 ) -> Iterator[tuple[Tensor, str, dict[str, Any]]]:
     """Yield random tensors of ``sizes`` bytes, their codec, and what a row says of them.
 
@@ -170,7 +151,7 @@ def tensors(
     zero_value where there are zeros.
     """
     source = torch.Generator(device).manual_seed(0)
-    for name in dtypes:
+    for name in ("float32", "bfloat16", "int64", "bool"):
         dtype = getattr(torch, name)
         for size in [num_bytes // dtype.itemsize for num_bytes in sizes]:
             for density in densities if dtype.is_floating_point else [0.5]:
@@ -182,8 +163,9 @@ def tensors(
                     yield tensor, codec, {"dtype": name, "codec": codec, "density": density}
 
 
-def case(tensor: Tensor, codec: str) -> Case:
-    """A copy of ``tensor`` with a payload, the values at its bitmap, and room."""
+def case(tensor: Tensor, codec: str) -> tuple[dict[str, Callable[[], object]], dict[str, int], int]:
+    """Routes of a copy of ``tensor`` by name (``copy``: from device to device), the bytes that each has to
+    read and write, whatever it does, and those of the payload."""
     words, device, dtype = words_of(tensor).clone(), tensor.device, tensor.dtype
     payload, values, room = (room_of(tensor.nbytes, device) for _ in range(3))
     num_bytes, number, _ = payloads.pack(codec, words, payload, dtype, None).tolist()
@@ -203,7 +185,7 @@ def case(tensor: Tensor, codec: str) -> Case:
         routes["unpack_masked"] = lambda: zero_value.unpack(values, out, mask=mask)
         masked = words.nbytes + values.nbytes + mask.nbytes
         least |= dict.fromkeys(("pack_masked", "unpack_masked"), masked)
-    return Case(words=words, out=out, payload=payload, routes=routes, least_bytes=least)
+    return routes, least, payload.nbytes
 
 
 def words_of(tensor: Tensor) -> Tensor:

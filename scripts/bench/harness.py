@@ -37,14 +37,9 @@ Result = TypeVar("Result")
 Row = Mapping[str, Any]
 Options = argparse.Namespace
 
-NUM_BATCHES = 4
-"""Batches kept in memory and used in turn: enough for training to differ from step to step."""
-
-TOLERANCE, TOLERANCE_RANDOM = 1e-3, 0.2
-"""Relative difference of first losses that is rounding, and that may be due to dropout."""
-
-RANK = "rank"
-MEASURED = "measured.json"
+NUM_BATCHES = 4  # kept in memory and used in turn: enough for training to differ from step to step
+TOLERANCE, TOLERANCE_RANDOM = 1e-3, 0.2  # of first losses: what is rounding, and may be due to dropout
+RANK, MEASURED = "rank", "measured.json"
 
 
 # Sides that take turns.
@@ -120,18 +115,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(description: str | None, *, job: str = "", repeats: int = 3) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benches have.
-
-    Args:
-        job: Defaults of the job, for the help of the positional KEY=VALUE options; empty: there is no job.
-    """
-    made = _Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    """Return a parser with the options that all benches have; ``job``: its defaults, where there is one."""
+    options = _Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = options.add_argument
     if job:
         meaning = f"options of `penstock train` for the job, such as model=resnet18; here: {job}"
-        made.add_argument("job", nargs="*", metavar="KEY=VALUE", help=meaning)
-    made.add_argument("--repeats", type=at_least(1), default=repeats, help="runs of each side; medians count")
-    made.add_argument("--results", type=Path, help="JSON file for the results; none: a new one in runs/")
-    return made
+        add("job", nargs="*", metavar="KEY=VALUE", help=meaning)
+    add("--repeats", type=at_least(1), default=repeats, help="runs of each side; medians count")
+    add("--results", type=Path, help="JSON file for the results; none: a new one in runs/")
+    return options
 
 
 def at_least(least: float) -> Callable[[str], Any]:
@@ -166,22 +158,16 @@ def train_config(
 ) -> TrainConfig:
     """Compose the job that KEY=VALUE options describe, checked as ``penstock train`` checks it.
 
-    Args:
-        defaults: Values of options that are not typed.
-        fixed: Values that the bench needs; to type one is refused.
+    Args: defaults: of what is not typed; fixed: what the bench needs, which may not be typed.
     """
     keys, fixed = {item.partition("=")[0].lstrip("+") for item in typed}, fixed or {}
     for key in keys & fixed.keys():
         raise ConfigError(f"this bench trains with {key}={fixed[key]}; drop {key}=")
-    common = {"scheduler": "none", "epochs": 1_000_000, "deadline": 120}
-    given = [
-        f"{key}={value}"
-        for key, value in {**common, **defaults, **fixed}.items()
-        if not keys & {key, f"{key}._target_"}
-    ]
-    found = application.options("train", TrainConfig, arguments=[*given, *typed], early=early.check)
-    assert found, "there are no flags"
-    return found[0]
+    values = {"scheduler": "none", "epochs": 1_000_000, "deadline": 120, **defaults, **fixed}
+    given = [f"{key}={value}" for key, value in values.items() if not keys & {key, f"{key}._target_"}]
+    composed = application.options("train", TrainConfig, arguments=[*given, *typed], early=early.check)
+    assert composed, "there are no flags"
+    return composed[0]
 
 
 # One job, on this process or on ranks.
@@ -217,15 +203,11 @@ def measure_on_ranks(
 ) -> Any:
     """Run ``rank`` of a topic's file on every rank; return what rank 0 saved as ``measured.json``.
 
-    Args:
-        facts: What else ``options`` has there.
-        places: Where ranks run, see ``start_ranks``.
+    Args: facts: what else ``options`` has there; places: where ranks run, see ``start_ranks``.
     """
     shared = {name: value for name, value in vars(options).items() if name != "results"} | dict(facts or {})
     save_json(folder.path / "options.json", shared)
     (folder.path / "plans").mkdir(exist_ok=True)
-    for path in (folder.path / "plans").iterdir():
-        path.unlink()
     for name, plan in plans.items():
         plan.save(folder.path / "plans" / f"{name}.json")
     folder.tell(config, next(iter(plans.values())))
@@ -256,8 +238,7 @@ class Results:
     def keep(self, **values: Any) -> None:
         """Add values and write the file; lists are appended to those of the same name."""
         for name, value in values.items():
-            before = self.content.get(name)
-            self.content[name] = before + value if isinstance(before, list) else value
+            self.content[name] = self.content.get(name, []) + value if isinstance(value, list) else value
         self.path.parent.mkdir(parents=True, exist_ok=True)
         save_json(self.path, self.content)
 
@@ -269,12 +250,9 @@ class Results:
 def show(
     rows: Sequence[Row], columns: Mapping[str, str | Callable[[Row], str]], *, title: str = "", left: int = 1
 ) -> None:
-    """Print a table of rows.
+    """Print a table of rows, the first ``left`` columns flush left.
 
-    Args:
-        columns: A format of the row's fields by heading, or a function; of a field that is missing or None
-            the cell is empty.
-        left: Columns that are text, and so begin on the left.
+    Args: columns: by heading a format of the row's fields, or a function; without its field a cell is empty.
     """
     table = Table(title=title or None, title_justify="left")
     for number, heading in enumerate(columns):
@@ -306,7 +284,13 @@ def main(
     if rank is not None and sys.argv[1:2] == [RANK]:
         folder = RunFolder(path=Path(sys.argv[2]))
         options = Options(**json.loads((folder.path / "options.json").read_text()))
-        run_rank(lambda: _measure(folder, rank(folder, options)), folder.errors)
+
+        def measure() -> None:
+            measured = rank(folder, options)
+            if os.environ["RANK"] == "0":
+                save_json(folder.path / MEASURED, measured)
+
+        run_rank(measure, folder.errors)
     topic = Path(sys.argv[0]).stem
     try:
         options = made.parse_intermixed_args()
@@ -321,8 +305,3 @@ def main(
     except KeyboardInterrupt:
         print(f"{topic}.py: stopped", file=sys.stderr)
         sys.exit(130)
-
-
-def _measure(folder: RunFolder, measured: Any) -> None:
-    if os.environ["RANK"] == "0":
-        save_json(folder.path / MEASURED, measured)

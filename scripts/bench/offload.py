@@ -64,9 +64,7 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072", "GLIBC_TUNABLES": "glibc.mall
 what keeps everything runs without."""
 
 FRAME_BYTES = 8 << 20
-GROUPS, OWN_GROUP = Path("/sys/fs/cgroup/memory"), Path("/proc/self/cgroup")
-Side = tuple[str, str]
-"""A contestant, and its limit as it is typed."""
+Side = tuple[str, str]  # a contestant, and its limit as it is typed
 
 
 def options() -> Any:
@@ -78,8 +76,7 @@ def options() -> Any:
         help=f"sides next to what keeps everything, of {', '.join(names)}")  # fmt: skip
     add("--limits", type=listed(_limit), default=[NONE, "50%"],
         help="memory of a run: none, bytes (2GiB), or a share of what is needed (50%%)")  # fmt: skip
-    add("--steps", type=count, default=3, help="steps of a run")
-    add("--warmup", type=count, default=1, help="steps of a run before anything is timed")
+    add("--steps", type=count, default=3, help="steps of a run, behind one that is not timed")
     speed = partial(parse_bytes, name="speed-bytes")
     add("--speed-bytes", type=speed, default=256 << 20, help="bytes to measure the disk with")
     add("--path", type=Path, default=Path(tempfile.gettempdir()), help="folder of the disk's file")
@@ -116,7 +113,7 @@ def bench(asked: Options, path: Path) -> Results:
     profile = record(config, job.samples).measure()
     names = ("batch_size", "codec", "micro_batches", "seed", "threads")
     facts = {"model": model_name(config)} | {name: getattr(config, name) for name in names}
-    facts |= {name: getattr(asked, name) for name in ("repeats", "steps", "warmup")}
+    facts |= {name: getattr(asked, name) for name in ("repeats", "steps")}
     results = Results(path, job=facts)
     with results.folder().private() as folder:
         (folder.path / "plans").mkdir()
@@ -124,20 +121,18 @@ def bench(asked: Options, path: Path) -> Results:
         def runs_of(side: Side, needed: int) -> Callable[[], Row]:
             limit, killed = limit_bytes(side[1], needed), list[Row]()
             budget = None if limit is None else int(BUDGET * limit)
-            given: dict[str, Any] = {
-                key: budget if one == LIMIT else one for key, one in CONTESTANTS[side[0]].items()
-            }
-            common: dict[str, Any] = {"codec": config.codec, "micro_batches": config.micro_batches}
-            plan = partition(profile, stages=1, ranks=1, **common, **given)
+            asks = {key: budget if one == LIMIT else one for key, one in CONTESTANTS[side[0]].items()}
+            asks |= {"codec": config.codec, "micro_batches": config.micro_batches}
+            plan = partition(profile, stages=1, ranks=1, **asks)
             name = f"{side[0]}_{limit}"
             plan.save(folder.path / "plans" / f"{name}.json")
             folder.tell(config, plan)
-            told = {"plan": name, "limit": limit, "steps": asked.steps, "warmup": asked.warmup}
+            job = {"plan": name, "limit": limit, "steps": asked.steps, "path": str(asked.path)}
 
             def run() -> Row:
                 if killed:  # one that was killed is not tried again
                     return killed[0]
-                row = run_process(folder, told | {"path": str(asked.path)}, deadline=config.deadline)
+                row = run_process(folder, job, deadline=config.deadline)
                 killed.extend([row] if "killed" in row else [])
                 return row
 
@@ -254,7 +249,7 @@ def train(folder: RunFolder, group: Path | None) -> dict[str, Any]:
                 pipe.disk.drain()
             return (pipe.disk.bytes_written, pipe.disk.bytes_read) if pipe.disk else (0, 0)
 
-        before, start = steps(told["warmup"]), time.perf_counter()
+        before, start = steps(1), time.perf_counter()
         after = steps(told["steps"])
         seconds = (time.perf_counter() - start) / told["steps"]
         written, read = ((now - then) / told["steps"] for now, then in zip(after, before, strict=True))
@@ -269,8 +264,7 @@ def try_disk(path: Path, num_bytes: int) -> dict[str, Any]:
     """Bytes a second of the tier disk, the second of two passes: the first makes the file."""
     with closing(Disk(DiskOptions(path=path))) as disk:
         frames = {"num_frames": -(-num_bytes // FRAME_BYTES), "frame_bytes": FRAME_BYTES}
-        timed(disk, **frames)
-        written, read = timed(disk, **frames)
+        _, (written, read) = timed(disk, **frames), timed(disk, **frames)
         return {"written": written, "read": read, "direct": disk.direct}
 
 
@@ -294,13 +288,13 @@ def _trim() -> None:
 
 
 @contextlib.contextmanager
-def memory_group(*, root: Path = GROUPS, own: Path = OWN_GROUP) -> Iterator[Path]:
+def memory_group() -> Iterator[Path]:
     """Make a group below the one of this process; it is gone after the block, when its processes ended.
 
     Raises: ConfigError: this machine, or its administrator, has none to give."""
-    groups = (line.split(":", 2) for line in own.read_text().splitlines())
+    groups = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     below = next((path for _, names, path in groups if "memory" in names.split(",")), "")
-    path = root / below.lstrip("/") / f"penstock_{secrets.token_hex(8)}"
+    path = Path("/sys/fs/cgroup/memory", below.lstrip("/"), f"penstock_{secrets.token_hex(8)}")
     try:
         path.mkdir()
     except OSError as error:

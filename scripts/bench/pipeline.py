@@ -17,7 +17,7 @@ import harness
 import shaped_links
 import torch.distributed as dist
 from harness import Job, Options, Results, alternate, ratio_of_pairs, spread
-from shaped_links import LOOPBACK, Link
+from shaped_links import LOOPBACK, Link, parse_link
 from torch_pipelines import TorchPipeline, stages_of
 
 from penstock.compression.errors import ConfigError, TransportError
@@ -47,7 +47,7 @@ class Entrant:
 
     Attributes:
         rival: Side that it takes turns with: ``torch`` with the same schedule and cut, or another entrant.
-        stream: Whether its steps flow into each other, and only ``drain`` empties the pipeline.
+        stream: True if its steps flow into each other, and only ``drain`` empties the pipeline.
     """
 
     schedule: str = "1f1b"
@@ -57,6 +57,11 @@ class Entrant:
     extra_in_flight: int | str = 0
     rival: str = TORCH
     stream: bool = False
+
+    @property
+    def side(self) -> str:
+        """The rival's name among all sides."""
+        return f"{TORCH} {self.schedule}" if self.rival == TORCH else self.rival
 
 
 SCHEDULES = {
@@ -79,11 +84,12 @@ def options() -> Any:
     add("--schedules", type=names, help=f"race schedules instead of codecs: all, or {', '.join(SCHEDULES)}")
     add("--codecs", type=listed(_codec), default=["raw", "zero_value", "auto"],
         help="codecs of Penstock, a contestant each; for schedules the first")  # fmt: skip
-    add("--extra-in-flight", type=listed(_extra), default=[0, AUTO],
+    depth = lambda text: AUTO if text == AUTO else harness.at_least(0)(text)  # noqa: E731
+    add("--extra-in-flight", type=listed(depth), default=[0, AUTO],
         help="micro-batches in flight beyond 1f1b, a contestant each; for schedules the first")  # fmt: skip
-    add("--links", type=listed(_link), default=[LOOPBACK, "1Gbit", "100Mbit", "20Mbit", "10Mbit"],
+    link = lambda text: parse_link(text).name  # noqa: E731
+    add("--links", type=listed(link), default=[LOOPBACK, "1Gbit", "100Mbit", "20Mbit", "10Mbit"],
         help="loopback, or rates of the link between two ranks")  # fmt: skip
-    add("--warmup", type=count, default=3, help="steps of each side before anything is timed")
     add("--steps", type=count, default=10, help="most steps of a run")
     seconds = "a run has fewer steps where steps would take longer than this"
     add("--seconds", type=harness.at_least(0.0), default=4.0, help=seconds)
@@ -93,14 +99,6 @@ def options() -> Any:
 def _codec(name: str) -> str:
     check_name(name)
     return name
-
-
-def _extra(text: str) -> int | str:
-    return AUTO if text == AUTO else harness.at_least(0)(text)
-
-
-def _link(text: str) -> str:
-    return shaped_links.parse_link(text).name
 
 
 def bench(asked: Options, path: Path) -> Results:
@@ -113,26 +111,24 @@ def bench(asked: Options, path: Path) -> Results:
             f"ranks={config.ranks} batch_size={config.batch_size} micro_batches={config.micro_batches}; "
             "change one"
         )
-    links = [shaped_links.parse_link(name) for name in asked.links]
+    links = [parse_link(name) for name in asked.links]
     if config.ranks > 2 and (shaped := [link.name for link in links if link.rate]):
         raise ConfigError(f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out")
     entrants = entrants_of(asked)
     plans = plans_of(config, entrants)
     fields = ("ranks", "batch_size", "micro_batches", "seed", "threads")
     facts = {name: getattr(config, name) for name in fields} | {"model": model_name(config)}
-    facts |= {name: getattr(asked, name) for name in ("warmup", "repeats", "steps", "seconds")}
+    facts |= {name: getattr(asked, name) for name in ("repeats", "steps", "seconds")}
     facts["cuts"] = {name: list(plan.cuts) for name, plan in plans.items()}
     results = Results(path, job=facts, links=[], rows=[])
     with results.folder().private() as folder:
         for link in links:
             shared = {name: dataclasses.asdict(one) for name, one in entrants.items()}
             told = {"link": dataclasses.asdict(link), "entrants": shared}
-            places: dict[str, Any] = {"ranks": config.ranks, "device": link.device}
+            places: dict[str, Any] = {"ranks": config.ranks, "device": link.device, "facts": told}
             try:
                 with shaped_links.joined(link, ranks=config.ranks) as places["ends"]:
-                    measured = harness.measure_on_ranks(
-                        "pipeline", folder, asked, config, plans, facts=told, **places
-                    )
+                    measured = harness.measure_on_ranks("pipeline", folder, asked, config, plans, **places)
             except TransportError as error:
                 if link.rate is None or "ends" in places:
                     raise
@@ -154,12 +150,11 @@ def entrants_of(asked: Options) -> dict[str, Entrant]:
         return {f"{c}, +{e}": Entrant(codec=c, extra_in_flight=e) for c, e in pairs}
     names = list(SCHEDULES) if ALL in asked.schedules else asked.schedules
     rivals = [SCHEDULES[name].rival for name in names if SCHEDULES[name].rival != TORCH]
-    depth = asked.extra_in_flight[0]
+    known = {name: SCHEDULES[name] for name in (*rivals, *names)}
+    depths = {name: 0 if one.stream else asked.extra_in_flight[0] for name, one in known.items()}
     return {
-        name: dataclasses.replace(
-            SCHEDULES[name], codec=asked.codecs[0], extra_in_flight=0 if SCHEDULES[name].stream else depth
-        )
-        for name in dict.fromkeys([*rivals, *names])
+        name: dataclasses.replace(one, codec=asked.codecs[0], extra_in_flight=depths[name])
+        for name, one in known.items()
     }
 
 
@@ -171,17 +166,9 @@ def plans_of(config: TrainConfig, entrants: Mapping[str, Entrant]) -> dict[str, 
     for name, entrant in entrants.items():
         stages = config.ranks * entrant.stages_per_rank
         chosen = config.cuts if config.cuts is not None and len(config.cuts) == stages - 1 else None
-        plans[name] = partition(
-            profile,
-            stages=stages,
-            cuts=cuts.get(stages, chosen),
-            ranks=config.ranks,
-            schedule=entrant.schedule,
-            micro_batches=config.micro_batches,
-            extra_in_flight=entrant.extra_in_flight,
-            codec=entrant.codec,
-            weights=entrant.weights,
-        )
+        asks: dict[str, Any] = {"ranks": config.ranks, "micro_batches": config.micro_batches}
+        asks |= {key: getattr(entrant, key) for key in ("schedule", "extra_in_flight", "codec", "weights")}
+        plans[name] = partition(profile, stages=stages, cuts=cuts.get(stages, chosen), **asks)
         cuts[stages] = plans[name].cuts
         stages_of(model, plans[name])  # refuses what torch's stages cannot have
     return plans
@@ -199,14 +186,12 @@ def rows_of(
 
     for name, entrant in entrants.items():
         run, plan, row = runs[name], plans[name], {"link": link.name, "schedule": entrant.schedule}
-        rival = f"{TORCH} {entrant.schedule}" if entrant.rival == TORCH else entrant.rival
-        if entrant.rival == TORCH and rival not in rows:  # its tensors pass all cuts as they are
-            passed = {f: plan.micro_batches * sum(getattr(s, f) for s in plan.stages) for f in BYTES_OF_PLANS}
-            sent = {field: passed[f"bytes_{field.rpartition('_')[2]}"] for field in BYTES}
-            rows[rival] = (
-                row | {"side": TORCH, "codec": "none", "extra_in_flight": 0} | sent | speeds(run["rival"])
-            )
-        row |= {"side": "penstock", "name": name, "rival": rival, "weights": entrant.weights}
+        if entrant.rival == TORCH and entrant.side not in rows:  # its tensors pass all cuts as they are
+            cuts = {way: sum(getattr(stage, f"bytes_{way}") for stage in plan.stages) for way in DIRECTIONS}
+            passed = {field: plan.micro_batches * cuts[field.rpartition("_")[2]] for field in BYTES}
+            passed |= {"side": TORCH, "codec": "none", "extra_in_flight": 0}
+            rows[entrant.side] = row | passed | speeds(run["rival"])
+        row |= {"side": "penstock", "name": name, "rival": entrant.side, "weights": entrant.weights}
         row |= {"codec": entrant.codec, "extra_in_flight": entrant.extra_in_flight, "stages": plan.num_stages}
         row |= {key: one for key, one in run.items() if key not in ("rival", "penstock")}
         rows[name] = row | speeds(run["penstock"]) | ratio_of_pairs(run["rival"], run["penstock"])
@@ -215,7 +200,6 @@ def rows_of(
     return list(rows.values())
 
 
-BYTES_OF_PLANS = tuple(f"bytes_{way}" for way in DIRECTIONS)
 COLUMNS: dict[str, Any] = {
     "link": "{link}",
     "side": "{side}",
@@ -258,7 +242,7 @@ class Racer:
         """Take the steps that are not timed, and see how many fit into a run; return the first loss."""
         world = World.default()
         first = world.broadcast(self.take_step(), self.plan.owner(-1))
-        self.num_steps = max(1, asked.warmup - 1)
+        self.num_steps = 2
         seconds = world.broadcast(self.run(), 0)
         self.num_steps = max(1, min(asked.steps, int(asked.seconds / seconds)))
         while isinstance(self.pipe, Pipeline) and not (self.stream or self.pipe.policy.settled):
@@ -297,32 +281,30 @@ def race_rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
     """Race on this rank; return ``facts`` of the link and ``runs`` by contestant."""
     link, config = Link(**asked.link), folder.read_config()
     entrants = {name: Entrant(**one) for name, one in asked.entrants.items()}
-    facts: dict[str, Any] = {} if link.rate is None else {
-        "offloads_off": shaped_links.switch_off_offloads(link.device)
-    }  # fmt: skip
+    facts: dict[str, Any] = {}
+    if link.rate is not None:
+        facts["offloads_off"] = shaped_links.switch_off_offloads(link.device)
     world = init(deadline=config.deadline)
     rate = measured_rates(world, [(0, 1)], deadline=config.deadline).get((0, 1))
     facts |= {"rate_measured": rate and 8 * rate, "congestion_control": CONGESTION.read_text().strip()}
     job, plans, sides = Job(config), harness.load_plans(folder), dict[str, Racer]()
-    batches, rivals, pipes = job.batches(), dict[str, str](), dict[str, Pipeline]()
+    batches, pipes = job.batches(), dict[str, Pipeline]()
     common: dict[str, Any] = {"loss": loss, "optimizer": job.optimizer}
     for name, entrant in entrants.items():
-        rivals[name] = f"{TORCH} {entrant.schedule}" if entrant.rival == TORCH else entrant.rival
-        if entrant.rival == TORCH and rivals[name] not in sides:
+        if entrant.rival == TORCH and entrant.side not in sides:
             rival = TorchPipeline(job.model(), plans[name], **common)
-            sides[rivals[name]] = Racer(rival, plans[name], batches, stream=False)
+            sides[entrant.side] = Racer(rival, plans[name], batches, stream=False)
     common |= {"seed": config.seed, "deadline": config.deadline}
     for name, entrant in entrants.items():
         pipe = pipes[name] = Pipeline(job.model(), plans[name], **common)
         sides[name] = Racer(pipe, pipe.plan, batches, stream=entrant.stream)
     first = {name: side.warm_up(asked) for name, side in sides.items()}
-    facts["first_losses"] = {
-        n: one for n, one in first.items() if n not in entrants or not entrants[n].stream
-    }
+    streams = {name for name, entrant in entrants.items() if entrant.stream}
+    facts["first_losses"] = {name: value for name, value in first.items() if name not in streams}
     harness.refuse_other_losses(facts["first_losses"], job.model())
     turns: dict[tuple[str, str], Any] = {}
-    for name, rival in rivals.items():  # a run of the rival before each of ours
-        turns |= {(name, "rival"): sides[rival].run, (name, "penstock"): sides[name].run}
+    for name, entrant in entrants.items():  # a run of the rival before each of ours
+        turns |= {(name, "rival"): sides[entrant.side].run, (name, "penstock"): sides[name].run}
     taken = alternate(turns, asked.repeats)
     runs = {
         name: sides[name].measured(pipe.policy) | {who: taken[name, who] for who in ("rival", "penstock")}

@@ -17,6 +17,7 @@ from penstock.pipeline.distributed.process_group import World
 from penstock.stages.device import CPU
 from penstock.stages.plan.plan import Plan
 
+# The class in ``torch.distributed.pipelining`` that has the schedule which we call so.
 CLASSES = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -25,8 +26,6 @@ CLASSES = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-"""The class in ``torch.distributed.pipelining`` that has the schedule which we call so."""
-
 _ONE_STAGE = ("gpipe", "1f1b")  # their classes take a stage, all others a list of them
 
 
@@ -42,8 +41,8 @@ class TorchPipeline:
         optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
     ) -> None:
         self.own, self.last = plan.stages_of_rank[World.default().rank], plan.num_stages - 1
-        parts, here = stages_of(model, plan), CPU
-        stages: Any = [pipelining.PipelineStage(parts[s], s, plan.num_stages, here) for s in self.own]
+        parts = stages_of(model, plan)
+        stages: Any = [pipelining.PipelineStage(parts[s], s, plan.num_stages, CPU) for s in self.own]
         given = stages[0] if plan.schedule in _ONE_STAGE else stages
         self.schedule = getattr(pipelining, CLASSES[plan.schedule])(given, plan.micro_batches, loss_fn=loss)
         self.optimizer = optimizer(
@@ -63,7 +62,6 @@ class TorchPipeline:
 def stages_of(model: nn.Module, plan: Plan) -> list[fx.GraphModule]:
     """Split ``model`` as ``plan`` does, into modules whose outputs are the inputs of the next.
 
-    Args:    model: in train mode; its parameters are not copied.
     Raises:  PlanError: two stages would share a parameter, whose gradients torch's stages do not add up.
     """
     traced = fx.symbolic_trace(model)
@@ -102,11 +100,8 @@ def _entering(traced: fx.GraphModule, at: Mapping[fx.Node, int], stage: int) -> 
     """Values from before a stage that it or a later one uses; the first takes the inputs."""
     if stage == 0:
         return [node for node in traced.graph.nodes if node.op == "placeholder"]
-    return [
-        node
-        for node, made in at.items()
-        if made < stage and any(at.get(user, -1) >= stage for user in node.users)
-    ]
+    before = (node for node, number in at.items() if number < stage)
+    return [node for node in before if any(at.get(user, -1) >= stage for user in node.users)]
 
 
 def _output(traced: fx.GraphModule) -> fx.Node:

@@ -22,10 +22,9 @@ from penstock.stages.tracing.capture.recorder import Patches, kinds_that_are_cal
 class Drawing(TorchFunctionMode):
     """Numbers the calls of a run that are not inside another; ``layers`` are the modules that are one call.
 
-    ``drew`` are the numbers of those that drew. With ``seeds`` (number of a call -> seed) those are
-    seeded."""
+    ``drew`` are the numbers of those that drew. Those in ``seeds`` (number of a call -> seed) are seeded."""
 
-    def __init__(self, layers: Collection[nn.Module], seeds: Mapping[int, int] | None = None) -> None:
+    def __init__(self, layers: Collection[nn.Module], seeds: Mapping[int, int]) -> None:
         super().__init__()
         self.layers, self.seeds = layers, seeds
         self.count, self.inside = 0, 0
@@ -43,20 +42,16 @@ class Drawing(TorchFunctionMode):
         number, self.count, self.inside = self.count, self.count + 1, 1
         try:
             with self.patches.off(), paused(self):
-                return self._one(number, run)
+                if number in self.seeds:
+                    with torch.random.fork_rng(devices=()):
+                        torch.manual_seed(self.seeds[number])
+                        return run()
+                before, result = torch.get_rng_state(), run()
+                if not torch.equal(before, torch.get_rng_state()):
+                    self.drew.append(number)
+                return result
         finally:
             self.inside = 0
-
-    def _one(self, number: int, run: Callable[[], Any]) -> Any:
-        before = torch.get_rng_state()
-        if self.seeds is not None and number in self.seeds:
-            with torch.random.fork_rng(devices=()):
-                torch.manual_seed(self.seeds[number])
-                return run()
-        result = run()
-        if not torch.equal(before, torch.get_rng_state()):
-            self.drew.append(number)
-        return result
 
     def run(self, model: nn.Module, batch: Batch) -> Any:
         """Outputs of the model."""
@@ -68,11 +63,8 @@ class Drawing(TorchFunctionMode):
         for kind in kinds_that_are_called():
             yield kind, "__call__", self._called(kind.__call__)
         apply = torch.autograd.Function.__dict__["apply"]
-        yield (
-            torch.autograd.Function,
-            "apply",
-            classmethod(lambda kind, *a, **k: self.one(lambda: apply.__get__(None, kind)(*a, **k))),
-        )
+        one = classmethod(lambda kind, *a, **k: self.one(lambda: apply.__get__(None, kind)(*a, **k)))
+        yield torch.autograd.Function, "apply", one
         yield torch.overrides, "has_torch_function", overridden
 
     def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +82,7 @@ def drawing_calls(
 
     Args:   model: a copy, which is run.
     Raises: AssertionError: there are not as many calls as names."""
-    drawing = Drawing({model.get_submodule(path) for path in layers})
+    drawing = Drawing({model.get_submodule(path) for path in layers}, {})
     drawing.run(model, batch)
     assert len(drawing.drew) == len(names), f"{len(drawing.drew)} calls draw, {len(names)} layers do"
     return dict(zip(drawing.drew, names, strict=True))
@@ -108,8 +100,7 @@ def plain_step(
 ) -> list[torch.Tensor]:
     """One step of the plain loop over micro-batches, forward and loss under ``cast``; returns the losses."""
     optimizer.zero_grad()
-    total = sum(len(y) for _, y in micro_batches)
-    losses = []
+    total, losses = sum(len(y) for _, y in micro_batches), []
     for index, (batch, targets) in enumerate(micro_batches):
         seeds = {number: layer_seed(0, 0, index, name) for number, name in draws.items()}
         drawing = Drawing({model.get_submodule(path) for path in layers}, seeds)

@@ -34,25 +34,22 @@ STAGES = 3
 Row = dict[str, Any]
 
 
-def examine(network: Network, *, trace_only: bool = False, autocast: torch.dtype | None = None) -> Row:
-    """Try ``network``; the row says what came of it: ``result`` is same, different, refused, failed or
-    traced.
+def examine(network: Network, *, autocast: torch.dtype | None = None) -> Row:
+    """Try ``network``; the row says what came of it: ``result`` is same, different or refused.
 
     Args: autocast: the dtype that both the pipeline and the plain loop cast to, None for no cast."""
     torch.manual_seed(0)
     model = network.make().train()
     row: Row = {"name": network.full_name, "parameters": sum(p.numel() for p in model.parameters())}
     try:
-        _examine(row, network, model, trace_only, autocast)
+        _examine(row, network, model, autocast)
     except PenstockError as error:
         row |= {"result": "refused", "why": str(error)}
     row["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return row
 
 
-def _examine(
-    row: Row, network: Network, model: nn.Module, trace_only: bool, autocast: torch.dtype | None
-) -> None:
+def _examine(row: Row, network: Network, model: nn.Module, autocast: torch.dtype | None) -> None:
     parts = {name: x.tensor_split(SAMPLES) for name, x in network.batch(SAMPLES * SAMPLES).items()}
     micro_batches = [{name: parts[name][i].clone() for name in parts} for i in range(SAMPLES)]
     with _timing(row, "trace_seconds"):
@@ -63,15 +60,15 @@ def _examine(
         "guards": sum("expect" in layer.node.meta for layer in graph.train.layers),
         "random": len(graph.train_probe.random),
         "fixed": graph.train.fixed,
-        "result": "traced",
     }
-    if trace_only:
-        return
     with _timing(row, "measure_seconds"):
         profile = measure(graph, given(micro_batches[0]), repeats=1)
     row["cuts"] = len(profile.layers) - 1 - len(profile.refused)
     plan = partition(profile, cuts=even_cuts(profile) or None, micro_batches=SAMPLES, codec="zero_value")
-    row |= {"stages": plan.num_stages} | _shares(plan, profile, row["parameters"])
+    row["stages"] = plan.num_stages
+    if total := row["parameters"]:  # shares of the largest stage, and layer, which no cut divides
+        stage, layer = (max(one.num_parameters for one in parts) for parts in (plan.stages, profile.layers))
+        row |= {"largest_stage": round(stage / total, 3), "largest_layer": round(layer / total, 3)}
     differences = _differences(row, model, graph, plan, micro_batches, network.batch(SAMPLES * SAMPLES))
     row |= {"result": "different" if differences else "same", "why": "; ".join(differences[:3])}
 
@@ -97,27 +94,18 @@ def _differences(
     with _timing(row, "pipeline_seconds"):
         pipe = Pipeline(model, plan, loss=mean_square, optimizer=_sgd, autocast=graph.autocast)
     pipe.step(given(whole), targets)
-    losses = plain_step(
-        plain,
-        list(zip(micro_batches, targets.tensor_split(SAMPLES), strict=True)),
-        loss=mean_square,
-        optimizer=_sgd(list(plain.named_parameters())),
-        layers=modules,
-        draws=draws,
-        cast=cast,
-    )
-    pairs: dict[str, tuple[Any, Any]] = {
+    pairs = list(zip(micro_batches, targets.tensor_split(SAMPLES), strict=True))
+    how: Any = {"layers": modules, "draws": draws, "cast": cast, "loss": mean_square}
+    losses = plain_step(plain, pairs, optimizer=_sgd(list(plain.named_parameters())), **how)
+    both: dict[str, tuple[Any, Any]] = {
         f"loss {i}": (loss, pipe.engine.losses[i]) for i, loss in enumerate(losses)
     }
     theirs, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, parameter in plain.named_parameters():
-        pairs |= {f"gradient {name}": (parameter.grad, theirs[name].grad), name: (parameter, theirs[name])}
-    pairs |= {name: (buffer, buffers[name]) for name, buffer in plain.named_buffers()}
-    return [
-        name
-        for name, (a, b) in pairs.items()
-        if a is not b and (a is None or b is None or not same_bits(a, b))
-    ]
+        both |= {f"gradient {name}": (parameter.grad, theirs[name].grad), name: (parameter, theirs[name])}
+    both |= {name: (buffer, buffers[name]) for name, buffer in plain.named_buffers()}
+    others = {name: (a, b) for name, (a, b) in both.items() if a is not b}
+    return [name for name, (a, b) in others.items() if a is None or b is None or not same_bits(a, b)]
 
 
 def even_cuts(profile: Profile) -> list[str]:
@@ -130,17 +118,6 @@ def even_cuts(profile: Profile) -> list[str]:
         key=lambda cuts: max(b - a for a, b in itertools.pairwise([0, *(ends[c] for c in cuts), ends[-1]])),
     )
     return [names[cut] for cut in best]
-
-
-def _shares(plan: Plan, profile: Profile, total: int) -> Row:
-    """Shares of the parameters: of the largest stage, and of the largest layer, which no cut divides."""
-    if not total:
-        return {}
-    largest = max(layer.num_parameters for layer in profile.layers)
-    return {
-        "largest_stage": round(max(stage.num_parameters for stage in plan.stages) / total, 3),
-        "largest_layer": round(largest / total, 3),
-    }
 
 
 def mean_square(outputs: Any, targets: torch.Tensor) -> torch.Tensor:

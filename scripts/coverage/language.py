@@ -38,9 +38,8 @@ def networks() -> Iterator[Network]:
     for section in INPUTS:
         for name, (kind, base, *own) in listed[section].items():
             options = {**listed["shared"].get(base, {}), **(own[0] if own else {})}
-            batch = functools.partial(
-                _batch, section, name, name in listed["labels"], options.get("image_size", 64)
-            )
+            labelled, size = name in listed["labels"], options.get("image_size", 64)
+            batch = functools.partial(_batch, section, name, labelled, size)
             make = functools.partial(_build, kind, options)
             yield Network(name=name, library="transformers", make=make, batch=batch)
 

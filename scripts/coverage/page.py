@@ -12,7 +12,7 @@ from typing import Any
 from penstock.scripts.circumstances import circumstances
 
 Row = Mapping[str, Any]
-RESULTS = ("same", "different", "refused", "failed", "timeout", "skipped", "traced")
+RESULTS = ("same", "different", "refused", "failed", "timeout", "skipped")
 COLUMNS = {
     "network": "name",
     "result": "result",
@@ -26,21 +26,15 @@ COLUMNS = {
     "Pipeline s": "pipeline_seconds",
     "stages": "stages",
     "largest stage": "largest_stage",
-}
-"""Each heading with the field of a row below it."""
+}  # each heading with the field of a row below it
 
 
 def line(row: Row) -> str:
     """A row as one line of text."""
-    told = [
-        name
-        for name in (*COLUMNS.values(), "seconds")
-        if name not in ("name", "result", "stages", "measure_seconds")
-    ]
-    facts = {name: row[name] for name in told if name in row}
-    return f"{row['name']}: {row['result']} {facts} " + "; ".join(
-        f"{why[:300]}{when}" for why, when in _whys(row)
-    )
+    aside = ("name", "result", "stages", "measure_seconds")
+    fields = [name for name in (*COLUMNS.values(), "seconds") if name in row and name not in aside]
+    whys = "; ".join(f"{why[:300]}{when}" for why, when in _whys(row))
+    return f"{row['name']}: {row['result']} { {name: row[name] for name in fields} } {whys}"
 
 
 def written(rows: Sequence[Row], command: str) -> str:
@@ -54,10 +48,8 @@ def written(rows: Sequence[Row], command: str) -> str:
     for library, count in sorted(counts.items()):
         facts = (count.total(), *(count[result] for result in used), cast[library])
         summary.append((library, *map(str, facts)))
-    every = [
-        tuple(_cell(row, field) for field in COLUMNS.values())
-        for row in sorted(rows, key=lambda row: row["name"])
-    ]
+    ordered = sorted(rows, key=lambda row: row["name"])
+    every = [tuple(_cell(row, field) for field in COLUMNS.values()) for row in ordered]
     parts = ["# Networks that train in three stages with the bits of the plain loop", _preface(command)]
     parts += [_table(summary), "## Every network", _table([tuple(COLUMNS), *every]), *_reasons(rows)]
     return "\n\n".join(parts) + "\n"
@@ -100,11 +92,6 @@ def _cell(row: Row, field: str) -> str:
     return str(value)
 
 
-def _reason(why: str) -> str:
-    """A message without the folder in which somebody keeps a library."""
-    return re.sub(r"/[^\s:]*/(?=(transformers|timm|torchvision|torch|penstock)/)", "", why)[:600]
-
-
 def _whys(row: Row) -> list[tuple[str, str]]:
     """Why a network has not the same bits, and when that is, once where both attempts say the same."""
     found = {row.get("autocast_why"): " under autocast", row.get("why"): ""}
@@ -112,17 +99,17 @@ def _whys(row: Row) -> list[tuple[str, str]]:
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
-    refused = [f"- {row['name']}{when}: {_reason(why)}" for row in rows for why, when in _whys(row)]
+    home = r"/[^\s:]*/(?=(transformers|timm|torchvision|torch|penstock)/)"  # where somebody keeps a library
+    whys = [(row["name"], when, re.sub(home, "", why)) for row in rows for why, when in _whys(row)]
+    refused = [f"- {name}{when}: {why[:600]}" for name, when, why in whys]
     leaves = [
         f"- {row['name']}: " + "; ".join(f"`{name}`: {why}" for name, why in list(row["leaves"].items())[:2])
         for row in rows
         if row.get("leaves")
     ]
-    titles = {
-        "## What was refused, failed or left out": refused,
-        "## Modules taken as one layer, and why (the first two)": leaves,
-    }
-    return [part for title, lines in titles.items() if lines for part in (title, "\n".join(lines))]
+    parts = ["## What was refused, failed or left out", "\n".join(refused)] if refused else []
+    title = "## Modules taken as one layer, and why (the first two)"
+    return [*parts, title, "\n".join(leaves)] if leaves else parts
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

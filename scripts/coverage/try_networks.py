@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,31 +24,32 @@ import vision
 from examine import examine
 from network import Network
 
-HOMES = {"transformers": "language", "timm": "families"}
-"""The file for the networks of each library that need not be installed."""
+HOMES = {"transformers": "language", "timm": "families"}  # libraries that need not be installed: their files
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the command; the exit code is 1 where a network trained with other bits, else 0."""
-    options = _options(arguments)
+    parser = argparse.ArgumentParser(prog="python scripts/coverage", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names of networks; default: all")
+    parser.add_argument("--table", type=Path, help="the Markdown file to write")
+    parser.add_argument("--rows", type=Path, default=Path("coverage.jsonl"), help="rows so far, and new ones")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each network")
+    options = parser.parse_args()
     lines = options.rows.read_text().splitlines() if options.rows.exists() else []
     rows = {row["name"]: row for row in map(json.loads, lines)}
-    for name, network in _chosen({one.full_name: one for one in networks()}, options.names).items():
-        if name in rows and not options.again:
+    known = {one.full_name: one for one in networks()}
+    for name, network in (
+        (name, known[name]) for part in options.names or [""] for name in known if part in name
+    ):
+        if name in rows:
             continue
-        rows[name] = _row_of(network, options.timeout, options.trace_only)
+        rows[name] = _row_of(network, options.timeout)
         with options.rows.open("a") as file:
             file.write(json.dumps(rows[name]) + "\n")
         print(page.line(rows[name]), flush=True)
     if options.table:
-        command = " ".join(sys.argv[1:] if arguments is None else arguments)
-        options.table.write_text(page.written(list(rows.values()), command))
+        options.table.write_text(page.written(list(rows.values()), " ".join(sys.argv[1:])))
     return int(any("different" in (row["result"], row.get("autocast_result")) for row in rows.values()))
-
-
-def _chosen(known: dict[str, Network], parts: Sequence[str]) -> dict[str, Network]:
-    """Those that a part is in the name of, in the order of the parts; all, where there are none."""
-    return {name: known[name] for part in parts or [""] for name in known if part in name}
 
 
 def networks() -> Iterator[Network]:
@@ -62,37 +63,24 @@ def networks() -> Iterator[Network]:
             print(f"{library} is not installed, left out: pip install 'penstock[zoo]'", file=sys.stderr)
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python scripts/coverage", description=__doc__)
-    parser.add_argument("names", nargs="*", help="parts of names of networks; default: all")
-    parser.add_argument("--table", type=Path, help="the Markdown file to write")
-    parser.add_argument("--rows", type=Path, default=Path("coverage.jsonl"), help="rows so far, and new ones")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each network")
-    parser.add_argument("--trace-only", action="store_true", help="record, and do not train")
-    parser.add_argument("--again", action="store_true", help="try again what has a row")
-    return parser.parse_args(arguments)
-
-
-def _row_of(network: Network, timeout: float, trace_only: bool) -> dict[str, Any]:
+def _row_of(network: Network, timeout: float) -> dict[str, Any]:
     """Row of a network, tried as it is, and under autocast unless there was no time even without it."""
     row: dict[str, Any] = {"name": network.full_name}
     if network.skip:
         return row | {"result": "skipped", "why": network.skip}
-    row |= _attempt(network, timeout, trace_only, None)
+    row |= _attempt(network, timeout, None)
     if row["result"] == "timeout":
         return row
-    cast = _attempt(network, timeout, trace_only, torch.bfloat16)
+    cast = _attempt(network, timeout, torch.bfloat16)
     return row | {f"autocast_{field}": value for field, value in cast.items()}
 
 
-def _attempt(
-    network: Network, timeout: float, trace_only: bool, autocast: torch.dtype | None
-) -> dict[str, Any]:
+def _attempt(network: Network, timeout: float, autocast: torch.dtype | None) -> dict[str, Any]:
     """Try a network in a process of its own, which is forked: the libraries are loaded once."""
     row: dict[str, Any] = {}
     context, begun = multiprocessing.get_context("fork"), time.perf_counter()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(network, theirs, trace_only, autocast))
+    process = context.Process(target=_child, args=(network, theirs, autocast))
     process.start()
     theirs.close()
     try:
@@ -107,12 +95,12 @@ def _attempt(
     return row | {"seconds": round(time.perf_counter() - begun, 1)}
 
 
-def _child(network: Network, pipe: Connection, trace_only: bool, autocast: torch.dtype | None) -> None:
+def _child(network: Network, pipe: Connection, autocast: torch.dtype | None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        row = examine(network, trace_only=trace_only, autocast=autocast)
+        row = examine(network, autocast=autocast)
     except BaseException as error:
-        where = traceback.format_exc().strip().splitlines()[-7:]
-        row = {"result": "failed", "why": f"{type(error).__name__}: {error}", "traceback": where}
+        lines = traceback.format_exc().strip().splitlines()[-7:]
+        row = {"result": "failed", "why": f"{type(error).__name__}: {error}", "traceback": lines}
     pipe.send(row)

@@ -12,8 +12,7 @@ from network import Batch, Network, normal, tokens
 from torch import nn
 from torchvision import models
 
-SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 28}
-"""Pixels, where 64 do not do."""
+SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 28}  # pixels, where 64 do not do
 OPTIONS: dict[str, dict[str, Any]] = {
     "inception_v3": {"init_weights": False},
     "googlenet": {"init_weights": False},
@@ -32,22 +31,16 @@ def networks() -> Iterator[Network]:
         own = {} if "lraspp" in name else {"aux_loss": True}
         yield _network(name, _images, 64, weights_backbone=None, **own)
     for name in models.list_models(module=models.video):
-        yield _network(
-            name, _videos, *((16, 224) if "mvit" in name else (14, 224) if name == "s3d" else (4, 32))
-        )
+        sizes = (16, 224) if "mvit" in name else (14, 224) if name == "s3d" else (4, 32)
+        yield _network(name, _videos, *sizes)
 
 
 def _network(name: str, batch: Callable[..., Batch], *sizes: int, **options: Any) -> Network:
-    make, batch = (
-        functools.partial(models.get_model, name, weights=None, **options),
-        functools.partial(batch, *sizes),
-    )
-    return Network(name=name, library="torchvision", make=make, batch=batch, skip=_too_large(name))
-
-
-def _too_large(name: str) -> str:
     needed, there = GIANTS.get(name, 0), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"takes {needed} GiB of memory, there are {there:.0f}" if needed > there else ""
+    skip = f"takes {needed} GiB of memory, there are {there:.0f}" if needed > there else ""
+    make = functools.partial(models.get_model, name, weights=None, **options)
+    batch = functools.partial(batch, *sizes)
+    return Network(name=name, library="torchvision", make=make, batch=batch, skip=skip)
 
 
 def _images(pixels: int, samples: int) -> Batch:

@@ -20,9 +20,8 @@ LENGTH, BATCH, MICRO_BATCHES = 64, 16, 4
 
 def batches(steps: int) -> list[dict[str, torch.Tensor]]:
     """Stretches of Python's own help texts, a byte a token; the same ones on every rank."""
-    text = torch.frombuffer(
-        bytearray(files("pydoc_data").joinpath("topics.py").read_bytes()), dtype=torch.uint8
-    )
+    topics = files("pydoc_data").joinpath("topics.py").read_bytes()
+    text = torch.frombuffer(bytearray(topics), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(len(text) - LENGTH, (steps, BATCH), generator=generator)
     rows = [torch.stack([text[start : start + LENGTH] for start in row]).long() for row in starts]
@@ -32,12 +31,8 @@ def batches(steps: int) -> list[dict[str, torch.Tensor]]:
 def main(steps: int = 20) -> None:
     """Cut the network in two where the planner likes it, and train it."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **sizes))
     data = batches(steps)
     example = {name: x[: BATCH // MICRO_BATCHES] for name, x in data[0].items()}

@@ -68,14 +68,14 @@ def check(name: str, found: dict[str, Any]) -> None:
 RUNS = {
     "pipeline": (
         f"{MLP} data.num_samples=128 micro_batches=2 --links loopback --codecs raw --extra-in-flight 0 "
-        "--steps 1 --repeats 2 --warmup 1"
+        "--steps 1 --repeats 2"
     ),
     "pipeline schedules": (
         f"{MLP} model.hidden=[16,16,16] data.num_samples=128 micro_batches=4 --links loopback --codecs raw "
-        "--schedules 1f1b,async_1f1b --steps 1 --repeats 1 --warmup 1"
+        "--schedules 1f1b,async_1f1b --steps 1 --repeats 1"
     ),
     "codecs": (
-        "--classes synthetic,integers --sizes 16KiB --densities 0.5 --dtypes float32 --capture-steps 1 "
+        "--classes synthetic,integers --sizes 16KiB --densities 0.5 --dtypes float32 "
         "--repeats 1 --codecs raw,zero_value,lz4"
     ),
     "offload": (
