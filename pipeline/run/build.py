@@ -24,8 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...compression.errors import ConfigError, PenstockError
 from ...compression.names import AUTO
 from ...conf.groups import OF_THE_RUN, OF_TORCH, OURS, choices
-from ...conf.parts import MemoryConfig
-from ...conf.schema import TrainConfig
+from ...conf.schema import MemoryConfig, TrainConfig
 from ...stages.device import CPU, grad_scaler
 from ...stages.memory.byte_budget import MemoryOptions
 from ...stages.meta_watch import META

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...compression.codec import decode, encode
 from ...compression.errors import CheckpointError, ConfigError, PenstockError, TransportError
-from ...conf.parts import CheckpointConfig
+from ...conf.schema import CheckpointConfig
 from ...stages.files import reason
 from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.safetensors_io import in_order, write_tensors

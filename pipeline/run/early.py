@@ -13,8 +13,16 @@ from typing import Any
 from ...compression.errors import ConfigError, PlanError, ScheduleError
 from ...compression.names import AUTO, check_name
 from ...conf import groups
-from ...conf.parts import EVEN, MEASURED, MemoryConfig, count_or_auto, shown
-from ...conf.schema import PlanConfig, PlanningConfig, TrainConfig
+from ...conf.schema import (
+    EVEN,
+    MEASURED,
+    MemoryConfig,
+    PlanConfig,
+    PlanningConfig,
+    TrainConfig,
+    count_or_auto,
+    shown,
+)
 from ...stages.plan.plan import Plan, check_tiers
 from ...stages.plan.plan_stage import split_shares
 from ...stages.plan.validation import check_mirror, check_replicas, check_versions

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
 from ...conf.groups import OURS
-from ...conf.parts import MEASURED
-from ...conf.schema import PlanConfig, PlanningConfig, TrainConfig
+from ...conf.schema import MEASURED, PlanConfig, PlanningConfig, TrainConfig
 from ...stages.files import save_json
 from ...stages.memory.disk import DiskOptions, disk_rate
 from ...stages.plan.plan import Plan

@@ -13,8 +13,7 @@ import torch
 
 from ...compression.codec import LOSSY_CODECS
 from ...compression.errors import CheckpointError, ConfigError
-from ...conf.parts import shown
-from ...conf.schema import AGAIN, TrainConfig
+from ...conf.schema import AGAIN, TrainConfig, shown
 from ...stages.plan.plan import Plan
 from ..checkpoint import Checkpoint, load
 from ..pipeline import Pipeline

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from ...compression.errors import PenstockError, PlanError, ScheduleError
-from ...conf.parts import MEASURED
-from ...conf.schema import TrainConfig
+from ...conf.schema import MEASURED, TrainConfig
 from ...stages.memory.disk import DiskOptions
 from ...stages.plan.plan import Plan
 from ...stages.seeds import TURN
@@ -39,12 +38,11 @@ from ..pipeline import Pipeline
 from . import build, console, early, torchrun
 from .bounded import first_values, is_without_memory, make_model, return_freed_memory, write_first_values
 from .determinism import place
-from .judge import NOT_FINITE
 from .planning import Recorded, check_batches, count_updates, decide, prepare, record
 from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
-from .training_loop import check_cache, check_tests, train_rank
+from .training_loop import NOT_FINITE, check_cache, check_tests, train_rank
 
 
 def train(

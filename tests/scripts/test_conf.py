@@ -18,8 +18,15 @@ from penstock.compression import names
 from penstock.compression.codec import CODECS, LOSSY_CODECS
 from penstock.conf import schema
 from penstock.conf.groups import OF_THE_RUN
-from penstock.conf.parts import CheckpointConfig, ClipConfig, MemoryConfig, ReplicasConfig
-from penstock.conf.schema import PlanConfig, PlanningConfig, TrainConfig
+from penstock.conf.schema import (
+    CheckpointConfig,
+    ClipConfig,
+    MemoryConfig,
+    PlanConfig,
+    PlanningConfig,
+    ReplicasConfig,
+    TrainConfig,
+)
 from penstock.pipeline.data.samples import Description
 from penstock.pipeline.run import build, early
 from penstock.pipeline.schedules import SCHEDULES

@@ -10,10 +10,8 @@ import pytest
 from commands import SMALL, lines, refusal, same_run, summary, train, trained
 
 from penstock import ConfigError
-from penstock.conf.parts import CheckpointConfig, EvalConfig
-from penstock.conf.schema import TrainConfig
-from penstock.pipeline.run.judge import NOT_FINITE, Judge
-from penstock.pipeline.run.training_loop import check_tests
+from penstock.conf.schema import CheckpointConfig, EvalConfig, TrainConfig
+from penstock.pipeline.run.training_loop import NOT_FINITE, Judge, check_tests
 
 BEST = (
     f"{SMALL} batch_size=300 micro_batches=3 epochs=3 optimizer.lr=0.05 scheduler=none checkpoint.every=2"

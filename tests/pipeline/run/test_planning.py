@@ -11,8 +11,7 @@ from commands import SMALL, refusal, same_model, trained
 from profiles import NET, layer_of, profile_of, value_of
 
 from penstock import ConfigError, Plan, PlanError, partition
-from penstock.conf.parts import MemoryConfig, ReplicasConfig
-from penstock.conf.schema import PlanConfig, TrainConfig
+from penstock.conf.schema import MemoryConfig, PlanConfig, ReplicasConfig, TrainConfig
 from penstock.pipeline.run import early
 from penstock.pipeline.run.logs import shares_log
 from penstock.pipeline.run.schedule_comparison import SYNCHRONOUS, candidate, compare

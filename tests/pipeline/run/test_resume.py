@@ -10,8 +10,7 @@ import pytest
 from commands import SMALL, losses, refusal, same_model, same_run, summary, trained
 
 from penstock import ConfigError, PlanError
-from penstock.conf.parts import CacheConfig, CheckpointConfig, ReplicasConfig
-from penstock.conf.schema import TrainConfig
+from penstock.conf.schema import CacheConfig, CheckpointConfig, ReplicasConfig, TrainConfig
 from penstock.pipeline.run import train
 from penstock.pipeline.run.resume import check, position
 

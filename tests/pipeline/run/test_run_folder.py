@@ -22,8 +22,7 @@ from reports import PLAN
 
 import penstock
 from penstock import ConfigError, Plan
-from penstock.conf.parts import CheckpointConfig
-from penstock.conf.schema import TrainConfig
+from penstock.conf.schema import CheckpointConfig, TrainConfig
 from penstock.pipeline.run.checkpoints import Checkpoints
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.stages.files import save_json

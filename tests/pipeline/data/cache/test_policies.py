@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from brokers import ALONE, Watched, watched_lru
-from cache_simulator import Load, optimum, simulate
+from cache import Load, optimum, simulate
 
 from penstock.pipeline.data.cache.next_use import NextUse
 from penstock.pipeline.data.cache.policies import Lru
