@@ -30,17 +30,13 @@ from ..distributed.processes import StartProcess
 from . import build, console, planning
 from .run_folder import RunFolder
 
-LEAST_BYTES = 64 << 20
-"""Parameters of fewer bytes are no reason to start a process."""
-
+LEAST_BYTES = 64 << 20  # parameters of fewer bytes are no reason to start a process
 MMAP_THRESHOLD, LARGE = -3, 128 << 10  # M_MMAP_THRESHOLD of mallopt(3), and its value
 
 
 def return_freed_memory(config: PlanConfig) -> None:
-    """Have the C library give back every large block that is freed, where something is to leave memory.
-
-    glibc else keeps blocks of up to 32 MiB between others that are in use. Other libraries have no such
-    setting."""
+    """Have the C library give back every large block that is freed, where something is to leave memory: glibc
+    else keeps blocks of up to 32 MiB between others. Other libraries have no such setting."""
     memory = config.memory
     if memory.device is not None or not {memory.tier, memory.weights, memory.parameters} <= {"device", AUTO}:
         with contextlib.suppress(AttributeError, OSError):

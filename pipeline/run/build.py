@@ -78,21 +78,20 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = plain
 
 
+# What the target of a group is told where it takes an argument of that name.
 FACTS = {
     "model": ("describe", "num_classes", "input_shape"),
     "data": (),
     "optimizer": ("params",),
     "scheduler": ("optimizer", "total_steps", "T_max"),
 }
-"""What the target of a group is told where it takes an argument of that name."""
 
 
 def samples(options: Mapping[str, Any], *, batch_size: int | None = None, labelled: bool = False) -> Samples:
     """Return the data that ``data=`` names, as ``Samples`` or as what people have.
 
     Args:   batch_size: of the run, if there is one; labelled: inputs by name have the labels among them.
-    Raises: ConfigError: the target is unknown, does not take the options, or returns something else.
-    """
+    Raises: ConfigError: the target is unknown, does not take the options, or returns something else."""
     if local := options.get("local"):
         options = local_copy(options, str(local))
     facts = {"target": str(options["_target_"]), "skips": bool(options.get("skip_broken", False))}
@@ -105,43 +104,34 @@ def model(
     """Return the network that ``model=`` names, drawn from ``seed`` and told what it asks of the data.
 
     Args:   bare: without memory for its parameters; None: where the options name a source of its values.
-    Raises: ConfigError: the target is unknown, does not take the options, or returns no module.
-    """
+    Raises: ConfigError: the target is unknown, does not take the options, or returns no module."""
     torch.manual_seed(seed)
     facts = {"describe": describe, "num_classes": describe.num_classes, "input_shape": describe.input_shape}
     if not describe.num_classes:
-        _check_unknown_classes(options)
         del facts["num_classes"]
+        _, given, known = _target("model", options, FACTS["model"])
+        takes = known.get("num_classes")
+        asks = takes is not None and given.get("num_classes", takes.default) in (None, takes.empty)
+        if asks or str(options["_target_"]).startswith(OURS):
+            remedy = " or add model.num_classes=NUMBER" if asks else ""
+            raise ConfigError(
+                f"model._target_={options['_target_']} asks for the number of classes, and the data set does "
+                f"not tell it; give it an attribute `classes` (a list of names){remedy}"
+            )
     bare = is_bare(options) if bare is None else bare
     with parameters_on_meta() if bare else contextlib.nullcontext():
-        made = _call("model", options, **facts)
-    if not isinstance(made, nn.Module):
+        network = _call("model", options, **facts)
+    if not isinstance(network, nn.Module):
         raise ConfigError(
-            f"model._target_={options['_target_']} must return a torch module, not {type(made).__name__}"
+            f"model._target_={options['_target_']} must return a torch module, not {type(network).__name__}"
         )
-    return made
-
-
-def _check_unknown_classes(options: Mapping[str, Any]) -> None:
-    """Refuse a model that takes the number of classes, where the data do not give it."""
-    _, given, known = _target("model", options, FACTS["model"])
-    takes = known.get("num_classes")
-    asks = takes is not None and given.get("num_classes", takes.default) in (None, takes.empty)
-    if asks or str(options["_target_"]).startswith(OURS):
-        remedy = " or add model.num_classes=NUMBER" if asks else ""
-        raise ConfigError(
-            f"model._target_={options['_target_']} asks for the number of classes, and the data set does not "
-            f"tell it; give it an attribute `classes` (a list of names){remedy}"
-        )
+    return network
 
 
 def optimizer(
     options: Mapping[str, Any],
 ) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
-    """Return what makes a stage's optimizer from its (name, parameter) pairs; tried at once.
-
-    Raises: ConfigError: the target is unknown, does not take the options, or refuses their values.
-    """
+    """Return what makes a stage's optimizer from its (name, parameter) pairs; tried at once."""
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return _call("optimizer", options, params=list(named))
@@ -155,8 +145,7 @@ def scheduler(
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None:
     """Return what makes the scheduler of an optimizer, or None for ``scheduler=none``.
 
-    A schedule that has to know how long it lasts (``total_steps``, ``T_max``) is told ``num_steps``.
-    """
+    A schedule that has to know how long it lasts (``total_steps``, ``T_max``) is told ``num_steps``."""
     if "_target_" not in options:
         return None
 
@@ -169,9 +158,7 @@ def scheduler(
 
 
 def loss(options: Mapping[str, Any]) -> Callable[[Any, Any], torch.Tensor]:
-    """Return the function of (outputs, targets) that ``loss=`` names; of a class an object; of nothing ours.
-
-    Raises: ConfigError: the target is unknown, or does not take the options."""
+    """Return the function of (outputs, targets) that ``loss=`` names; of a class an object."""
     if not options:
         return cross_entropy
     target = _locate("loss", options.get("_target_"))
@@ -291,9 +278,7 @@ def _of_torch(group: str, name: str) -> Callable[..., Any]:
 
 
 def _attempt(group: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """Return what ``make`` makes.
-
-    Raises: ConfigError: it refuses the values of the options."""
+    """Return what ``make`` makes; a ConfigError if it refuses the values of the options."""
     try:
         return make()
     except (ValueError, TypeError) as error:

@@ -35,9 +35,7 @@ from ..schedules.building_blocks import layout, placed, placement, stages_on
 from ..schedules.custom import load_program
 from ..schedules.replicated import check_divided, dealt
 
-ALL = "all"
-"""The schedule that stands for every one: they are compared, and the best is planned."""
-
+ALL = "all"  # the schedule that stands for every one: they are compared, and the best is planned
 # What a plan decides, by the names of options.
 TAKEN = ("schedule", "micro_batches", "extra_in_flight", "codec", "weights", "weights_first", "prediction")
 
@@ -46,8 +44,7 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     """Return the plan that ``plan=`` names, its decisions written into ``config``; None without it.
 
     Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
-    Raises: PenstockError: something that was asked for cannot be had, whatever the model.
-    """
+    Raises: PenstockError: something that was asked for cannot be had, whatever the model."""
     given = load_plan(config, typed) if isinstance(config, TrainConfig) and config.plan else None
     if isinstance(config, TrainConfig):
         check_ranks(config.ranks)
@@ -61,15 +58,14 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
                 raise ConfigError(
                     f"{option} needs the package {name}, which is not installed; pip install {name}"
                 )
-    lines = () if given else program(config.program)
+    memory, lines = config.memory, () if given else program(config.program)
     if given is None:
         _check_counts(config, lines)
     _check_schedule(config, lines)
     check_name(config.codec)
-    memory = config.memory
     if given is None:  # else every stage has its own
-        tiers = {"tier": memory.tier, "weights": memory.weights, "parameters": memory.parameters}
-        check_tiers(**{f"memory.{n}": tier for n, tier in tiers.items() if n == "weights" or tier != AUTO})
+        tiers = {f"memory.{name}": getattr(memory, name) for name in ("tier", "weights", "parameters")}
+        check_tiers(**{n: tier for n, tier in tiers.items() if n == "memory.weights" or tier != AUTO})
     if config.link is not None:
         parse_rate(config.link)
     for name, size in {"memory.device": memory.device, "memory.host": memory.host}.items():
@@ -112,10 +108,7 @@ def program(path: str | None) -> tuple[str, ...]:
 
 
 def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
-    """Return the plan that ``plan=`` names, its decisions written into ``config``.
-
-    Raises: PlanError: there is no such plan. ConfigError: an option was typed that contradicts it.
-    """
+    """Return the plan that ``plan=`` names, its decisions written into ``config``."""
     plan = Plan.load(str(config.plan))
     keys = [option.partition("=")[0].lstrip("+") for option in typed]
     for key in ("link", "memory.device"):
@@ -129,15 +122,14 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
     decided["memory.parameters"] = plan.of_stages("parameters_tier")
     counts = list(plan.replicas)
     decided["replicas.count"] = counts if len(set(counts)) > 1 else counts[0]
-    decided |= {f"replicas.{name}": getattr(plan, name) for name in ("exact", "sharded")}
-    decided["replicas.owner"] = plan.owners
+    decided |= {"replicas.exact": plan.exact, "replicas.sharded": plan.sharded, "replicas.owner": plan.owners}
     decided["replicas.shares"] = _shares_by(plan, config.replicas.shares)
     for key, value in decided.items():
         group, _, name = key.rpartition(".")
         place = getattr(config, group) if group else config
-        if key in keys and getattr(place, name) != value:
-            asked = f"{key}={getattr(place, name)}"
-            raise ConfigError(f"{asked} contradicts plan={config.plan} with {key}={value}; drop either")
+        if key in keys and (asked := getattr(place, name)) != value:
+            there = f"plan={config.plan} with {key}={value}"
+            raise ConfigError(f"{key}={asked} contradicts {there}; drop either")
         setattr(place, name, value)
     config.__post_init__()  # its rules hold for what the plan decided, too
     return plan
@@ -156,7 +148,6 @@ def _shares_by(plan: Plan, asked: Any) -> Any:
 
 
 def _check_counts(config: PlanConfig, lines: Sequence[str]) -> None:
-    """Ask the planner's rules of stages, ranks and replicas."""
     asked, stages, ranks = config.replicas, config.stages, config.ranks
     if asked.shares != EVEN and not asked.several:
         raise ConfigError(
@@ -184,7 +175,6 @@ def _check_counts(config: PlanConfig, lines: Sequence[str]) -> None:
 
 
 def _check_disk(memory: MemoryConfig) -> None:
-    """Refuse sizes that are none, and a tier on a disk that may hold nothing."""
     if memory.disk is None:
         return
     if not is_zero(memory.disk):
@@ -220,21 +210,15 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
         )
     schedule = schedule_named(config.schedule)
     extra = 0 if config.extra_in_flight == AUTO else config.extra_in_flight
-    check_versions(
-        schedule=config.schedule,
-        weights=config.weights,
-        prediction=config.prediction,
-        num_stages=config.num_stages,
-        micro_batches=config.micro_batches,
-        extra_in_flight=extra,
-    )
+    asks: Any = {name: getattr(config, name) for name in ("schedule", "weights")}
+    more: Any = {name: getattr(config, name) for name in ("prediction", "num_stages", "micro_batches")}
+    check_versions(**asks, **more, extra_in_flight=extra)
     tier = config.memory.parameters.replace(AUTO, "device")
     counts = config.replicas.of_stages(config.num_stages)
-    several = {"schedule": config.schedule, "weights": config.weights}
     check_mirror(prediction=config.prediction, parameters_tier=tier)
-    check_replicas(dealt(counts), **several, micro_batches=config.micro_batches)
+    check_replicas(dealt(counts), **asks, micro_batches=config.micro_batches)
     if config.replicas.auto:
-        check_divided("replicas.count=auto", **several)
+        check_divided("replicas.count=auto", **asks)
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):
             placed(lines)

@@ -111,10 +111,7 @@ def _together(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read ``metrics.jsonl``; the last line of a run that was killed may be half there, and is left out.
-
-    Raises: ConfigError: a line is damaged. OSError: the file cannot be read.
-    """
+    """Read ``metrics.jsonl``; the last line of a run that was killed may be half there, and is left out."""
     *whole, _ = path.read_text(encoding="utf-8").split("\n")
     try:
         return [json.loads(line) for line in whole]
@@ -150,8 +147,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Return what ``summary.json`` holds and the closing table shows.
 
-    Args: sizes: elements of each parameter; test: results by name; facts: of the run, kept as they are.
-    """
+    Args: sizes: elements of each parameter; test: results by name; facts: of the run, kept as they are."""
     stages, predicted = [], predicted_bytes(plan, [total["live_micro_batches"] for total in totals.stages])
     for number, (stage, total) in enumerate(zip(plan.stages, totals.stages, strict=True)):
         entry: dict[str, Any] = {"stage": number, "rank": plan.owner(number)}

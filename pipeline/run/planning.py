@@ -48,15 +48,10 @@ def training_batches(
     config: PlanConfig, samples: Samples, *, epoch: int, first: int = 0
 ) -> Iterator[tuple[Any, Tensor]]:
     """Return the batches of one epoch from number ``first`` on, the same ones on every rank."""
-    return samples.batches(
-        "train",
-        batch_size=config.batch_size,
-        epoch=epoch,
-        seed=config.seed,
-        drop_last=config.data.get("drop_last", True),
-        first=first,
-        skips=bool(config.data.get("skip_broken", False)),
-    )
+    options: Any = {"batch_size": config.batch_size, "seed": config.seed}
+    options |= {"drop_last": config.data.get("drop_last", True)}
+    skips = bool(config.data.get("skip_broken", False))
+    return samples.batches("train", epoch=epoch, first=first, skips=skips, **options)
 
 
 def example_inputs(config: PlanConfig, samples: Samples) -> Example:
@@ -113,11 +108,7 @@ def count_updates(config: TrainConfig, samples: Samples) -> int:
 
 
 def check_batches(config: TrainConfig, plan: Plan, samples: Samples) -> None:
-    """Refuse a last batch of an epoch that is too small for two versions of the weights.
-
-    Every other batch has as many samples as micro-batches at least, and so as many as stages.
-    Raises: ConfigError: it has fewer samples than there are stages.
-    """
+    """Refuse a last batch with fewer samples than stages, too few for two versions of the weights."""
     if not (plan.policy.rule and plan.policy.rule.per_batch) or config.data.get("drop_last", True):
         return
     rest = samples.num_samples("train") % config.batch_size
@@ -136,18 +127,14 @@ def save_step(folder: RunFolder, spans: Sequence[Span], *, title: str) -> None:
     """Write ``timeline.png`` and ``timeline.json``.
 
     The upper panel says what the schedule alone makes of the step; what the lower one takes longer was lost
-    on the links, or to instructions that took longer than usual.
-    """
+    on the links, or to instructions that took longer than usual."""
     simulated = Panel(title=SIMULATED, spans=simulate_spans(spans).spans)
     draw([simulated, Panel(title="measured", spans=spans)], folder.timeline, title=title)
     save_json(folder.trace, perfetto_trace(spans, title=title))
 
 
 def prepare(config: PlanConfig) -> Samples:
-    """Set up this process, fill in the threads, and return the data.
-
-    Raises: PenstockError: the data or the device cannot be had.
-    """
+    """Set up this process, fill in the threads, and return the data."""
     config.threads = config.threads or threads_per_rank(config.ranks)
     torch.set_num_threads(config.threads)
     determinism.begin(config)
@@ -156,10 +143,7 @@ def prepare(config: PlanConfig) -> Samples:
 
 
 def decide(config: PlanConfig, profile: Profile) -> Plan:
-    """Return the plan for ``config`` and what was measured of the model.
-
-    Raises: PlanError: the model cannot be cut as asked.
-    """
+    """Return the plan for ``config`` and what was measured of the model."""
     plan = partition(
         profile,
         schedule=config.schedule,
@@ -198,9 +182,7 @@ def record(
     """Trace the model on one micro-batch.
 
     Args:   model: what the configuration names, where it was made already.
-            autocast: the dtype that training will cast to.
-    Raises: PlanError: the model cannot be traced.
-    """
+            autocast: the dtype that training will cast to."""
     model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
     example, device = example_inputs(config, samples), place(config).torch  # whose seconds count
     if has_meta(model):
@@ -212,10 +194,9 @@ def record(
     except PlanError as error:
         if len(tree_leaves(example)[0]) > 1:
             raise
-        asked = f"batch_size={config.batch_size} micro_batches={config.micro_batches}"
-        raise PlanError(
-            f"{asked} make micro-batches of one sample, too few for a batch norm: {error}"
-        ) from error
+        options = f"batch_size={config.batch_size} micro_batches={config.micro_batches}"
+        remedy = "make micro-batches of one sample, too few for a batch norm"
+        raise PlanError(f"{options} {remedy}: {error}") from error
     return Recorded(model, graph, example)
 
 
@@ -250,10 +231,7 @@ def _disk_rate(config: PlanConfig) -> float | None:
 
 
 def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -> Plan:
-    """Plan and simulate every schedule for ``config``, show and save them, and return the chosen plan.
-
-    Raises: PenstockError: nothing can be planned as asked, or nothing fits.
-    """
+    """Plan and simulate every schedule for ``config``, show and save them, and return the chosen plan."""
     config.schedule = SYNCHRONOUS[0]  # until one is chosen
     options = partition_options(config)
     if (share := share_of(options["memory"])) is not None:  # one budget for all of them

@@ -22,6 +22,7 @@ from .console import Training
 from .metrics import read_lines
 from .run_folder import RunFolder
 
+# What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses.
 FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
@@ -29,30 +30,23 @@ FREE = (
     "min_ranks", "cache", "data.workers", "data.local", "replicas",
     "nodes", "node", "master", "join_deadline", "guard",  # of older checkpoints
 )  # fmt: skip
-"""What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses."""
-
+# What a plan is made of; where all of it is the same, so is the plan, however long layers took this time.
 ASKED = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "recompute", "extra_in_flight", "link", "memory", "codec", "micro_batches", "device", "replicas",
 )  # fmt: skip
-"""What a plan is made of; where all of it is the same, so is the plan, however long layers took this time."""
-
+# What changes bits because it changes how sums are made, and is said.
 BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
-"""What changes bits because it changes how sums are made, and is said."""
-
+# What decides which weights a micro-batch of a stream sees; a checkpoint and a test drain it.
 OF_A_STREAM = ("micro_batches", "checkpoint.every", "eval.every", "extra_in_flight")
-"""Options that decide which weights a micro-batch of a stream sees; a checkpoint and a test drain it."""
-
+# What options were before there was a choice, for checkpoints that do not name them.
 SINCE = {
     "data.skip_broken": False,
     "replicas.shares": "even",
     "loss._target_": "penstock.pipeline.run.losses.cross_entropy",
     "loss.label_smoothing": 0.0,
 }
-"""What options were before there was a choice, for checkpoints that do not name them."""
-
-OF_THE_LENGTH = ("epochs", "max_steps")
-"""What a scheduler may have been told."""
+OF_THE_LENGTH = ("epochs", "max_steps")  # what a scheduler may have been told
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +61,7 @@ class Source:
         ours, theirs = _both(config, self.checkpoint.notes)
         if config.stages is None:
             theirs["stages"] = None  # as many as the plan had
-        keys = [key for key in {*ours, *theirs} if _root(key) in ASKED]
+        keys = [key for key in {*ours, *theirs} if key.partition(".")[0] in ASKED]
         return self._plan if all(ours.get(key) == theirs.get(key) for key in keys) else None
 
     def compare(self, config: TrainConfig, plan: Plan, tell: Callable[[str], None]) -> None:
@@ -89,13 +83,12 @@ def resolve(
 
     Args:    threads: of each rank, as asked for; None: those of the checkpoint, so that the bits stay.
     Raises:  ConfigError: it was another training, or there is no such checkpoint."""
-    if config.resume is None:
-        return None
     own = config.resume == AGAIN
-    source = folder.path if own else Path(config.resume)
     if own and not folder.whole_checkpoints():
         config.resume = None  # a run that did not come to its first checkpoint, or none at all
+    if config.resume is None:
         return None
+    source = folder.path if own else Path(config.resume)
     try:
         checkpoint = first_whole(find(source, f"resume={source}"), Checkpoint, tell)
     except CheckpointError as error:
@@ -167,23 +160,18 @@ def _both(config: TrainConfig, notes: Mapping[str, Any]) -> tuple[dict[str, Any]
     return dict(flat(dataclasses.asdict(config))), SINCE | dict(flat(notes["config"]))
 
 
-def _root(key: str) -> str:
-    return key.partition(".")[0]
-
-
 def _kind(key: str, config: TrainConfig, mine: object, there: object) -> str:
     """Return "free", "said" or "refused"."""
+    group = key.partition(".")[0]
     if config.streams and key in OF_A_STREAM:
         return "refused"
     if key == "codec":
         return "said" if {mine, there} & set(LOSSY_CODECS) else "free"
-    if _root(key) == "replicas":
+    if group == "replicas":
         return "free" if config.replicas.exact or not config.replicas.several else "said"
-    if key in OF_THE_LENGTH and config.scheduler.get("_target_"):
+    if key in BY_NATURE or (key in OF_THE_LENGTH and config.scheduler.get("_target_")):
         return "said"
-    if key in BY_NATURE:
-        return "said"
-    return "free" if key in FREE or _root(key) in FREE else "refused"
+    return "free" if {key, group} & set(FREE) else "refused"
 
 
 def flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -92,9 +92,8 @@ def _is_worth_a_table(tiers: Iterable[str], *budgets: int | None) -> bool:
 
 
 def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]:
-    """Return a function that reports, after the first step, how much each tier will hold at most.
-
-    It reports nothing where ``tier_table`` would show nothing of that step."""
+    """Return a function that reports, after the first step, how much each tier will hold at most; nothing
+    where ``tier_table`` would show nothing of that step."""
     first = True
 
     def see(report: Report) -> None:

@@ -133,8 +133,7 @@ def build_run(
 
     The pipeline refuses now what a rank would; None where no process is to have it whole.
 
-    Args:   recorded: the model and its trace, where they were made already.
-    Raises: PenstockError: the model cannot be trained as asked."""
+    Args:   recorded: the model and its trace, where they were made already."""
     model = recorded.model if recorded else make_model(config, samples, folder)
     plan = given or (source and source.plan(config))
     if plan is None:
@@ -167,9 +166,7 @@ def assemble(
     """Return the pipeline of this process: in a group of ranks its own stages, else all of them.
 
     Args:   folder: where the tier disk has its file unless ``memory.path=`` says otherwise.
-            world: the ranks, where they are not those of the default process group.
-    Raises: PenstockError: the model, the plan, the optimizer and the schedule do not go together.
-    """
+            world: the ranks, where they are not those of the default process group."""
     memory = config.memory
     path = memory.path or (
         folder.path if folder.path.is_dir() else None

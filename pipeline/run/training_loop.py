@@ -42,9 +42,7 @@ from .resume import position, take_over
 from .run_folder import RunFolder
 from .tables import foretell, overrun
 
-NOT_FINITE = 3
-"""Exit code of a run that ended because its loss was no number."""
-
+NOT_FINITE = 3  # exit code of a run that ended because its loss was no number
 _OVERFLOWS = 10  # steps in a row that a GradScaler may skip until it has found its scale
 _STATE = ("metric", "best", "best_step", "since")
 
@@ -82,10 +80,8 @@ class Judge:
 
     def test(self, results: Mapping[str, float], step: int) -> bool:
         """Return True if no test was as good before."""
-        if self.metric not in results:
-            self._tell(
-                f"checkpoint.best={self.metric}: these tests have no {self.metric}, so the loss decides"
-            )
+        if (name := self.metric) not in results:
+            self._tell(f"checkpoint.best={name}: these tests have no {name}, so the loss decides")
             self.metric = "loss"
         result, sign = results[self.metric], 1 if self.metric == "accuracy" else -1
         again = step == self.best_step  # by a run that goes on
@@ -173,9 +169,7 @@ def loader(
     folder: Path,
     tell: Callable[[str], None],
 ) -> BatchLoader:
-    """Return what loads the batches of ``ahead`` on this rank, as far as it computes with them; collective.
-
-    Raises: ConfigError: the samples cannot be cached as asked."""
+    """Return what loads the batches of ``ahead`` on this rank, as far as it reads them; collective."""
     # 1. the broker may give first epochs their turns; no rank's wait ends meanwhile
     train, through = _share(config, samples, pipe, folder=folder, tell=tell)
     waits = False
@@ -202,16 +196,9 @@ def loader(
     threads = config.replicas.threads  # a process is not forked from among them, and one for each is dear
     asked = 0 if threads and asked == AUTO else asked
     workers = workers_of(asked, read.values(), cores=spare) if read else 0
-    reading = BatchReader(
-        tables=tables,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        needs=needs,
-        skips=skips,
-        through=brings,
-        epochs=config.epochs,
-        used=ahead.steps_of_an_epoch * config.batch_size,
-    )
+    options: Any = {name: getattr(config, name) for name in ("batch_size", "seed", "epochs")}
+    used = ahead.steps_of_an_epoch * config.batch_size
+    reading = BatchReader(tables=tables, needs=needs, skips=skips, through=brings, used=used, **options)
     counts = {"batches": ahead.steps_of_an_epoch, "batch_size": config.batch_size, "workers": workers}
     return BatchLoader(
         reading,
@@ -398,19 +385,11 @@ def _share(
     if in_memory(table):
         tell(f"cache={options.mode}: these samples lie in memory, so none of them goes through the cache")
         return table, None
-    dataset = _dataset(table)
-    through = cache_reader(
-        sample_source(dataset, decoded=options.decoded),
-        job=options.job or folder.name,
-        run=run,
-        data=options.data,
-        socket=options.socket,
-        backend=options.backend,
-        share=options.share,
-        num_samples=samples.num_samples("train"),
-        batch_size=config.batch_size,
-        epochs=config.epochs,
-    )
+    dataset, job = _dataset(table), options.job or folder.name
+    facts: Any = {name: getattr(options, name) for name in ("data", "socket", "backend", "share")}
+    facts |= {"batch_size": config.batch_size, "epochs": config.epochs}
+    source, number = sample_source(dataset, decoded=options.decoded), samples.num_samples("train")
+    through = cache_reader(source, job=job, run=run, num_samples=number, **facts)
     if isinstance(table, Files):
         return dataclasses.replace(table, through=through.payloads), through
     asks = CachedDataset(dataset, through)

@@ -48,20 +48,18 @@ from penstock.stages.tracing.tracer import trace
 from penstock.stages.units import parse_bytes, show_bytes
 
 KEPT, SPEED, NONE = "kept", "disk speed", "none"
+# What stands for a contestant's budget, and its share of the limit: a layer and the allocator need the rest.
 LIMIT, BUDGET = "$limit", 0.7
-"""Stands for a contestant's budget, and its share of the limit: a layer and the allocator need the rest."""
-
+# Options of ``partition`` by contestant.
 CONTESTANTS: dict[str, dict[str, Any]] = {
     KEPT: {},
     "disk": {"tier": "disk"},
     "disk_parameters": {"tier": "disk", "parameters_tier": "disk"},
     "auto": {"memory": LIMIT, "tier": "auto", "parameters_tier": "auto"},
 }
-"""Options of ``partition`` by contestant."""
-
+# Lets a process shrink as its tensors do: else glibc keeps blocks between others. That costs page faults, so
+# what keeps everything runs without.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Lets a process shrink as its tensors do: else glibc keeps blocks between others. That costs page faults, so
-what keeps everything runs without."""
 
 FRAME_BYTES = 8 << 20
 Side = tuple[str, str]  # a contestant, and its limit as it is typed

@@ -33,6 +33,7 @@ from penstock.pipeline.schedules.simulate import simulate_plan
 from penstock.stages.plan.plan import Plan
 
 ALONE, EVEN, EXACT, WEIGHTED = "one rank", "[2]", "[2] exact", "[2] by speed"
+# Options of ``partition`` by side.
 SIDES: dict[str, dict[str, Any]] = {
     ALONE: {"stages": 1, "ranks": 1},
     EVEN: {"replicas": [2]},
@@ -41,14 +42,12 @@ SIDES: dict[str, dict[str, Any]] = {
     "two stages": {"stages": 2},
     "three stages": {"stages": 3},
 }
-"""Options of ``partition`` by side."""
-
+# Sides of each part; those of ``stages`` and ``exact`` are compared with the first.
 PARTS: dict[str, tuple[str, ...]] = {
     "speeds": (ALONE, EVEN),
     "stages": ("two stages", "three stages", "[1, 2]"),
     "exact": (ALONE, EVEN, EXACT),
 }
-"""Sides of each part; those of ``stages`` and ``exact`` are compared with the first."""
 
 
 def options() -> Any:
