@@ -71,9 +71,8 @@ class Training:
         """Show one more step."""
         self._done += 1
         self._raw, self._sent = self._raw + report.bytes_raw, self._sent + report.bytes_sent
-        weight = max(
-            _SMOOTHING, 1 / max(1, self._done - self._before - 1)
-        )  # the first step is slow: forgotten
+        number = max(1, self._done - self._before - 1)  # the first step is slow and is forgotten
+        weight = max(_SMOOTHING, 1 / number)
         self._seconds += weight * (report.seconds - self._seconds)
         facts = f"loss {report.loss:.4f}  {report.num_samples / self._seconds:.0f} samples/s"
         if report.num_tokens:
