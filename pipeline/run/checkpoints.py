@@ -115,13 +115,13 @@ class Checkpoints:
         """Finish the checkpoint with all ranks, once all of them have written."""
         self._saving = None
         with self._telling():
-            if not saving.agreed:
+            if saving.agreed:
+                saving.finish()
+                self._told = False
+            else:
                 saving.agree()
                 self._worker.submit(lambda: self._seal(saving))
                 self._saving = saving
-                return
-            saving.finish()
-            self._told = False
 
     def _seal(self, saving: Saving) -> None:
         saving.seal()
@@ -171,13 +171,12 @@ def export(
     Args:    target: the file for a model behind so many steps.
     Raises:  ConfigError: there is none, or the file system refuses. CheckpointError: all are damaged."""
 
-    def written(folder: Path) -> tuple[Checkpoint, Path]:
+    def write(folder: Path) -> tuple[Checkpoint, Path]:
         checkpoint = Checkpoint(folder)
-        path = target(checkpoint.step)
-        checkpoint.model_file(path)
+        checkpoint.model_file(path := target(checkpoint.step))
         return checkpoint, path
 
-    return first_whole(find(source, str(source)), written, tell)
+    return first_whole(find(source, str(source)), write, tell)
 
 
 def find(source: Path, typed: str) -> list[Path]:
@@ -208,8 +207,7 @@ def write_model(pipe: Pipeline, path: Path, *, before: Callable[[], object]) -> 
     """Write the model's tensors on rank 0 and end ``pipe``; collective.
 
     Where that fails they go into a folder for temporary files, lest the training was in vain, and a
-    ConfigError on rank 0 says so. ``before`` raises where the file is not to be written there.
-    """
+    ConfigError on rank 0 says so. ``before`` raises where the file is not to be written there."""
     error, aside, lost = _write(pipe, path, before), None, False
     if pipe.world.broadcast(float(error is not None), 0, at="the weights"):
         with contextlib.suppress(OSError):

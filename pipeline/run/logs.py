@@ -25,26 +25,19 @@ Row = TypeVar("Row")
 
 
 class JsonLog:
-    """A growing file with a JSON object a line; without a path, nothing.
+    """A growing file with a JSON object a line, of which ``last`` is the last; without a path, nothing.
 
     A disk that fills up ends no training: lines wait until they can be written, and ``tell`` is called with a
-    sentence when that begins, and at the end if some still wait.
-
-    Attributes:
-        last: The last line; empty where there is none.
-    """
+    sentence when that begins, and at the end if some still wait."""
 
     def __init__(self, path: Path | None, *, tell: Callable[[str], None] = print, first: int = 0) -> None:
         """Begin at step ``first``: lines of earlier steps stay, later ones are cut off."""
         self._path, self._tell, self._told = path or Path(os.devnull), tell, False
         self._waiting = collections.deque[bytes]()
         with refusing(self._path):
-            lines = (
-                self._path.read_bytes().splitlines(keepends=True) if first and self._path.is_file() else []
-            )
-            kept = _before(
-                first, lines, lambda line: json.loads(line)["step"] if line[-1:] == b"\n" else first
-            )
+            step_of = lambda line: json.loads(line)["step"] if line.endswith(b"\n") else first  # noqa: E731
+            lines = self._path.read_bytes() if first and self._path.is_file() else b""
+            kept = _before(first, lines.splitlines(keepends=True), step_of)
             self.last: Mapping[str, Any] = json.loads(kept[-1]) if kept else {}
             self._num_lines, self._size = len(kept), sum(map(len, kept))  # of whole lines
             self._last_size = len(kept[-1]) if kept else 0
@@ -165,11 +158,11 @@ Logger = tuple[Callable[[int, Mapping[str, Any]], object], Callable[[], object]]
 def _table(folder: Path, first: int, options: Mapping[str, Any]) -> Logger:
     """``metrics.csv``: a line a step, and one for each test with the other columns left empty."""
     path, kept = folder / "metrics.csv", []
-    if first and path.exists():  # the test after the last step before is taken again
+    if first and path.exists():
+        # The test after the last step before is taken again; a row that lacks a value is half a row.
+        step_of = lambda row: first if None in row.values() else int(row["step"]) + bool(row["test_loss"])  # noqa: E731
         with path.open(newline="", encoding="utf-8") as before:
-            kept = _before(first, csv.DictReader(before), lambda row: (
-                first if None in row.values() else int(row["step"]) + bool(row["test_loss"])
-            ))  # fmt: skip
+            kept = _before(first, csv.DictReader(before), step_of)
     file = path.open("w", newline="", encoding="utf-8", buffering=1)
     rows = csv.DictWriter(file, COLUMNS)
     rows.writeheader()
@@ -220,10 +213,7 @@ LOGGERS: Mapping[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
 
 
 class Loggers:
-    """All that ``logger=`` named, for ``with``; one that fails is told of once and left out from then on.
-
-    Args: names: of ``LOGGERS``; first: the step that the run begins with; options: of the run, for those that
-          show them; tell: is called with a sentence about one that failed."""
+    """All that ``logger=`` named, for ``with``; one that fails is told of once and left out from then on."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, *, first: int, options: Any, tell: Callable[[str], None]

@@ -214,18 +214,16 @@ def tier_rows(
             of_rank.setdefault(rank, {})[number] = total
     for rank, ours in sorted(of_rank.items()):
         first, *_ = ours.values()
-        stages = {number: plan.stages[number] for number in ours}
-        owners = {
-            plan.owner(number) for number in ours
-        }  # a process that runs all ranks has the memory of all
+        # A process that runs all ranks has the memory of all.
+        budget = plan.memory and plan.memory * len({plan.owner(number) for number in ours})
         for tier in (name for name in NAMES if first[f"{name}_tier"]):
-            device = tier == "device"
-            moved = [ours[n] for n, stage in stages.items() if stage.tier == tier and not device]
-            # The waits of a stage are shown with the tier of its parameters, which is slower to come.
-            waits = {
-                n: s.tier if s.parameters_tier == "device" else s.parameters_tier for n, s in stages.items()
-            }
-            waited = [ours[n] for n in stages if waits[n] == tier and not device]
+            device, moved, waited = tier == "device", [], []
+            for number, total in ours.items() if not device else ():
+                stage = plan.stages[number]
+                moved += [total] if stage.tier == tier else []
+                # Waits are shown with the tier of the parameters, which is slower to come.
+                slower = stage.tier if stage.parameters_tier == "device" else stage.parameters_tier
+                waited += [total] if slower == tier else []
             rows.append({
                 "rank": rank,
                 "tier": tier,
@@ -237,6 +235,6 @@ def tier_rows(
                 "held_up_seconds": first["held_up_seconds"] if device else 0.0,
                 "slots_bytes": first["slots_bytes"] if device else 0,
                 "slots_live_bytes": first["slots_live_bytes"] if device else 0,
-                "budget_bytes": plan.memory * len(owners) if device and plan.memory is not None else None,
+                "budget_bytes": budget if device else None,
             })  # fmt: skip
     return rows

@@ -51,15 +51,15 @@ def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
     names = ("stage", "rank", "compute", "bubble", "counted", "resident", *ways, *["GPU"] * on_gpus)
     rows, seen = [], set[int]()
     for number, one in ((stage["stage"], one) for stage in stages for one in stage.get("ranks", [stage])):
-        row = [str(number), str(one["rank"]), f"{one['compute_seconds']:.1f} s"]
-        row += [
-            f"{one['bubble']:.0%}",
-            _bytes(one["peak_bytes"] or None),
-            _bytes(one["resident_bytes"] or None),
-        ]
-        if one["rank"] in seen:
-            row[3] = row[5] = ""
+        first = one["rank"] not in seen
         seen.add(one["rank"])
+        row = [
+            str(number),
+            str(one["rank"]),
+            f"{one['compute_seconds']:.1f} s",
+            f"{one['bubble']:.0%}" * first,
+        ]
+        row += [_bytes(one["peak_bytes"] or None), _bytes(one["resident_bytes"] or None) * first]
         row += [sent(one[f"bytes_raw_{way}"], one[f"bytes_sent_{way}"]) for way in ("forward", "backward")]
         rows.append(row + [show_bytes(one["device_bytes"])] * on_gpus)
     return table(names, rows, collapse_padding=not wide)
@@ -226,31 +226,20 @@ def _number(value: float | None, form: str) -> str:
 
 def schedule_table(comparison: Comparison) -> Table:
     """Return one row per schedule that suits, the chosen one marked."""
-    rows = [
-        (
-            one.plan.schedule,
-            one.plan.weights,
-            show_seconds(one.seconds),
-            f"{comparison.num_samples / one.seconds:.0f}",
-            f"{one.bubble:.0%}",
-            str(max(one.live_micro_batches)),
-            str(max(one.live_versions)),
-            show_bytes(max(one.memory)),
-            "<- chosen" if one is comparison.chosen else "" if one.fits else "too large",
-        )
-        for one in comparison.candidates
-    ]
+    rows = []
+    for one in comparison.candidates:
+        row = [one.plan.schedule, one.plan.weights, show_seconds(one.seconds)]
+        row += [f"{comparison.num_samples / one.seconds:.0f}", f"{one.bubble:.0%}"]
+        row += [str(max(one.live_micro_batches)), str(max(one.live_versions)), show_bytes(max(one.memory))]
+        rows.append([*row, "<- chosen" if one is comparison.chosen else "too large" * (not one.fits)])
     names = ("schedule", "weights", "step", "samples/s", "bubble", "in flight", "versions", "memory", "")
     return table(names, rows, left=("schedule", "weights", ""))
 
 
 def notes(comparison: Comparison) -> list[str]:
     """Return what stands below: the schedules left out, and how to read the numbers."""
-    streams = any(one.plan.streams for one in comparison.candidates)
-    return [
-        *(f"left out: {name}: {reason}" for name, reason in comparison.left_out.items()),
-        "simulated from measured layers; I and W: half of a backward each; tensors travel unpacked",
-        "memory: of the fullest rank; in flight, versions: of the fullest stage",
-        *["async_1f1b, double_buffered: no flush, not the bits of the plain loop; never chosen here"]
-        * streams,
-    ]
+    lines = [f"left out: {name}: {reason}" for name, reason in comparison.left_out.items()]
+    lines.append("simulated from measured layers; I and W: half of a backward each; tensors travel unpacked")
+    lines.append("memory: of the fullest rank; in flight, versions: of the fullest stage")
+    stream = "async_1f1b, double_buffered: no flush, not the bits of the plain loop; never chosen here"
+    return lines + [stream] * any(one.plan.streams for one in comparison.candidates)

@@ -68,9 +68,8 @@ def figure(panels: Sequence[Panel], *, title: str) -> Figure:
     from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    heights = [
-        sum(max(ROW_INCHES, LANE_INCHES * len(row)) for row in panel.stages_of_rank) for panel in panels
-    ]
+    stages = [panel.stages_of_rank for panel in panels]
+    heights = [sum(max(ROW_INCHES, LANE_INCHES * len(row)) for row in ranks) for ranks in stages]
     heights = [height * min(1.0, MOST_INCHES / sum(heights)) for height in heights]
     size = 13, 1.3 + sum(heights) + 0.42 * len(panels)
     picture = Figure(figsize=size, layout=ConstrainedLayoutEngine(hspace=0.02))

@@ -10,7 +10,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -149,11 +149,11 @@ class Side:
 
     ``factor``: how many times as long as it takes each forward and backward of this rank lasts."""
 
-    def __init__(self, plan: Plan, world: World | None, make: Callable[..., Pipeline], batches: Any) -> None:
-        self.plan, self.here, self.factor = plan, world is not None, 1.0
-        self.batches = cycle(batches)
+    def __init__(self, plan: Plan, world: World | None, job: Job, batches: Sequence[Any]) -> None:
+        self.here, self.factor, self.batches = world is not None, 1.0, cycle(batches)
         if world is not None:
-            self.pipe = make(plan, world)
+            common: Any = {"seed": job.config.seed, "deadline": job.config.deadline, "loss": loss}
+            self.pipe = Pipeline(job.model(), plan, world=world, optimizer=job.optimizer, **common)
             run = self.pipe.engine.run
             for op in (Op.F, Op.B):
                 run[op] = functools.partial(self._slow_down, run[op])
@@ -189,11 +189,6 @@ class Sides:
         self.plans, self.batches = harness.load_plans(folder), self.job.batches()
         self.sides: dict[str, Side] = {}
 
-    def _make(self, plan: Plan, world: World) -> Pipeline:
-        config = self.job.config
-        common: Any = {"seed": config.seed, "deadline": config.deadline, "optimizer": self.job.optimizer}
-        return Pipeline(self.job.model(), plan, loss=loss, world=world, **common)
-
     @contextlib.contextmanager
     def part(self, names: Iterable[str]) -> Iterator[None]:
         """Make sides, which take a step with one loss, and free their memory after the block."""
@@ -201,15 +196,14 @@ class Sides:
             plan = self.plans[name]
             here = self.world.rank < plan.num_ranks or (name == ALONE and self.world.rank < 2)
             world = self.by_size[plan.num_ranks] if here else None
-            self.sides[name] = side = Side(plan, world, self._make, self.batches)
+            self.sides[name] = side = Side(plan, world, self.job, self.batches)
             side.run(1)
-        losses = {name: side.last.loss for name, side in self.sides.items() if side.here}
-        if losses:
+        ours = {name: side for name, side in self.sides.items() if side.here}
+        if losses := {name: side.last.loss for name, side in ours.items()}:
             harness.refuse_other_losses(losses, self.job.model())
         yield
-        for side in self.sides.values():
-            if side.here:
-                side.pipe.close(keeps_model=False)
+        for side in ours.values():
+            side.pipe.close(keeps_model=False)
         self.sides.clear()
         gc.collect()
 
