@@ -127,7 +127,7 @@ class CacheConfig:
             raise ConfigError(f"cache.share={self.share} must be above 0 and up to 1, the whole cache")
         if self.share is not None and self.backend is not None:
             raise ConfigError(
-                "cache.share= is for the broker of this machine, found with cache.backend=; leave one out"
+                "cache.share= is for this machine's broker, not for cache.backend=; leave one out"
             )
         if self.backend is not None and not self.backend.startswith(("redis://", "rediss://", "unix://")):
             raise ConfigError(
@@ -437,9 +437,7 @@ class TrainConfig(PlanConfig):
         scale = self.loss_scale
         number = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < math.inf
         if scale not in (None, "dynamic") and not number:
-            raise ConfigError(
-                f"loss_scale={scale} must be dynamic or a number above 0; leave it out for none"
-            )
+            raise ConfigError(f"loss_scale={scale} must be dynamic or a number above 0; drop it for none")
         if self.schedule != "async_1f1b":
             return
         alone = "schedule=async_1f1b has no moment at which all stages hold the same step"

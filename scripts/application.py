@@ -188,9 +188,7 @@ def _hydra(name: str, typed: argparse.Namespace, schema: type[Any]) -> Iterator[
     if typed.config_dir:
         folder = Path(typed.config_dir).absolute()
         if not folder.is_dir():
-            raise ConfigError(
-                f"--config-dir {typed.config_dir} is no folder; name the one with your configurations"
-            )
+            raise ConfigError(f"--config-dir {typed.config_dir} is no folder; name that of your options")
         places.prepend("command-line", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
     try:
         yield Hydra.create_main_hydra2(name, places)

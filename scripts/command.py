@@ -63,7 +63,7 @@ def run(arguments: list[str], **how: Any) -> int:
     except KeyboardInterrupt as stop:
         if not os.environ.get("RANK", "0").strip("0"):  # of a launcher's ranks the first one tells
             print(f"penstock: {stopping.sentence(stop)}", file=sys.stderr)
-        return stopping.exit_code(stop)
+        return STOPPED + stopping.number(stop)
 
 
 def unloadable(error: ImportError) -> PenstockError:

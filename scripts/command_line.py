@@ -81,7 +81,8 @@ def parse(command: str, arguments: Sequence[str], schema: type[Any]) -> argparse
         if "=" not in word and "=" not in value and (name := nearest(word, known)):
             raise ConfigError(f"{word} {value} are two words; options are one: {name}={value}")
     folders = [folder for folder in (typed.config_dir, typed.config_path) if folder]
-    typed.overrides = with_own_groups(with_named_targets(typed.overrides, folders))
+    overrides = [option for word in typed.overrides for option in with_named_target(word, folders)]
+    typed.overrides = with_own_groups(overrides)
     typed.config_name = typed.config_name or command
     return typed
 
@@ -97,15 +98,10 @@ def _unknown_flag(command: str, flag: str, value: str, known: Sequence[str]) -> 
     return f"there is no flag {flag}; {f'did you mean {close[0]}?' if close else example}"
 
 
-def with_named_targets(arguments: Iterable[str], folders: Sequence[str] = ()) -> list[str]:
-    """Return the options so that ``optimizer=adam`` is torch's Adam and ``model=resnet50`` is torchvision's.
+def with_named_target(argument: str, folders: Sequence[str] = ()) -> list[str]:
+    """Return the option so that ``optimizer=adam`` is torch's Adam and ``model=resnet50`` is torchvision's.
 
-    A file in ``folders``, configurations of one's own, goes before a name of torch.
-    """
-    return [option for argument in arguments for option in _with_target(argument, folders)]
-
-
-def _with_target(argument: str, folders: Sequence[str]) -> list[str]:
+    A file in ``folders``, configurations of one's own, goes before a name of torch."""
     group, _, typed = argument.partition("=")
     module = groups.OF_TORCH.get(group)
     if not typed or not (module or group == "model"):
@@ -171,9 +167,8 @@ def unknown_option(full: str, known: Iterable[str], schema: type[Any]) -> str:
     known = sorted(f"{group}.{name}" if group else name for name in known if name not in NOT_TYPED)
     if close := nearest(full, known if group else names(schema)):
         return f"there is no option {full}; did you mean {close}?"
-    return f"there is no option {full}; " + (
-        f"known are {', '.join(known)}" if known else f"{group} has none"
-    )
+    remedy = f"known are {', '.join(known)}" if known else f"{group} has none"
+    return f"there is no option {full}; {remedy}"
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

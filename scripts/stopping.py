@@ -74,15 +74,10 @@ def _cut_off(number: int) -> None:
     os._exit(128 + number)
 
 
-def exit_code(stop: KeyboardInterrupt) -> int:
-    """Return the exit code of an end by that signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
-    return 128 + _number(stop)
-
-
 def sentence(stop: KeyboardInterrupt) -> str:
     """Return the last sentence: what stopped the command, and what is left of its runs."""
     kept = " ".join(getattr(stop, "__notes__", ())) or "nothing was begun"
-    return f"stopped by {SIGNALS[signal.Signals(_number(stop))]}; {kept}"
+    return f"stopped by {SIGNALS[signal.Signals(number(stop))]}; {kept}"
 
 
 def kept(folder: RunFolder, *, command: str) -> str:
@@ -102,5 +97,6 @@ def kept(folder: RunFolder, *, command: str) -> str:
     return f"{folder.path} keeps {files}, and no checkpoint of the weights; {again}"
 
 
-def _number(stop: KeyboardInterrupt) -> int:
+def number(stop: KeyboardInterrupt) -> int:
+    """Return the number of the signal that stopped the command."""
     return stop.number if isinstance(stop, Stopped) else signal.SIGINT

@@ -25,12 +25,10 @@ from ...compression.errors import ConfigError, PenstockError
 from ...compression.names import AUTO
 from ...conf.groups import OF_THE_RUN, OF_TORCH, OURS, choices
 from ...conf.schema import MemoryConfig, TrainConfig
-from ...stages.device import CPU, grad_scaler
 from ...stages.memory.byte_budget import MemoryOptions
 from ...stages.meta_watch import META
 from ..data.samples import Description, Samples, samples_of
 from ..data.storage import local_copy
-from ..optimizer.scale import Scaler
 from .losses import cross_entropy
 
 
@@ -187,11 +185,6 @@ def autocast(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def scaler(loss_scale: str | float | None, device: torch.device = CPU) -> Scaler:
-    """Return what ``loss_scale=`` asks for; ``dynamic`` is torch's GradScaler as torch sets it."""
-    return grad_scaler(device) if isinstance(loss_scale, str) else loss_scale
-
-
 def check_targets(config: TrainConfig) -> None:
     """Refuse targets that cannot be imported, or do not take their options, before anything is made."""
     for group, facts in FACTS.items():
@@ -241,17 +234,13 @@ def _target(
     for name, one in known.items():
         if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
             if name not in given and name not in facts:
-                raise ConfigError(
-                    f"{group}._target_={options['_target_']} needs {group}.{name}=, which is not given"
-                )
+                raise ConfigError(f"{group}._target_={options['_target_']} needs {group}.{name}=; give it")
     return target, given, known
 
 
 def _locate(group: str, path: Any) -> Callable[..., Any]:
     if not isinstance(path, str):
-        raise ConfigError(
-            f"{group}=own needs {group}._target_=, the dotted name of a class or function of yours"
-        )
+        raise ConfigError(f"{group}=own needs {group}._target_=, the dotted name of your class or function")
     try:
         module, _, name = path.rpartition(".")
         return _of_torch(group, name) if module == OF_TORCH.get(group) else pkgutil.resolve_name(path)

@@ -50,14 +50,11 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         check_ranks(config.ranks)
         _check_launcher(config)
         needs = {f"logger={name}": name for name in config.loggers if name != "csv"}
-        needs |= (
-            {f"cache.backend={config.cache.backend}": "redis"} if config.cache.backend is not None else {}
-        )
+        if config.cache.backend is not None:
+            needs[f"cache.backend={config.cache.backend}"] = "redis"
         for option, name in needs.items():
             if not _findable(name):
-                raise ConfigError(
-                    f"{option} needs the package {name}, which is not installed; pip install {name}"
-                )
+                raise ConfigError(f"{option} needs the package {name}, which is missing; pip install {name}")
     memory, lines = config.memory, () if given else program(config.program)
     if given is None:
         _check_counts(config, lines)

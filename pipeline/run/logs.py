@@ -88,9 +88,8 @@ class JsonLog:
             with contextlib.suppress(OSError):
                 self._cut_off()  # no half line
             if not self._told:
-                self._tell(
-                    f"{self._path} cannot be written ({reason(error)}); training goes on, {remedy(error)}"
-                )
+                refusal = f"{self._path} cannot be written ({reason(error)})"
+                self._tell(f"{refusal}; training goes on, {remedy(error)}")
             self._told = True
 
     def _cut_off(self) -> None:

@@ -260,9 +260,7 @@ def views(
     versions = [rule.old_versions(stage, plan.num_stages) if rule else 0 for stage in stages]
     state = state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None
     if config.replicas.shares == MEASURED:
-        lines.append(
-            "replicas.shares=measured: training begins with these shares and follows the speed of ranks"
-        )
+        lines.append("replicas.shares=measured: training begins with these and follows the speed of ranks")
     if config.graph:
         from ...stages.profiling import graph_picture
 

@@ -54,9 +54,8 @@ def persist(
                 raise
             at_once = lost.rank == lost_before is not None and _num_steps(folder) <= steps + 1
             lost_before = lost.rank
-            sentence = (
-                f"{lost}; restart {restart} of {config.max_restarts} {_go_back(config, folder, before)}"
-            )
+            where = _go_back(config, folder, before)
+            sentence = f"{lost}; restart {restart} of {config.max_restarts} {where}"
             if at_once and config.ranks > (config.min_ranks or config.ranks):
                 config.ranks -= 1
                 try:

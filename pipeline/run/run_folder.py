@@ -83,7 +83,18 @@ class RunFolder:
             lock, missing = self._acquire()
         mark = self.mark()
         try:
-            self._refuse_kept(resumes=resumes)
+            kept = ""
+            if self.summary.exists():
+                kept = "already holds a finished run; choose another folder or remove it"
+            elif self.whole_checkpoints() and not resumes:
+                kept = (
+                    "holds checkpoints of a run that did not finish; go on with it by resume=auto, or choose "
+                )
+                kept += "another folder"
+            elif self.model.exists() and not resumes:
+                kept = f"already holds trained weights, {self.model.name}; choose another folder or move them"
+            if kept:
+                raise ConfigError(f"hydra.run.dir={self.path} {kept}")
             with refusing(self.path):
                 self._remove_parts()
             yield missing
@@ -149,9 +160,7 @@ class RunFolder:
         with contextlib.suppress(OSError):
             if os.path.samestat(mark, self.lock.stat()):  # its holder keeps the number from being given anew
                 return
-        raise ConfigError(
-            f"{self.path} was removed while this run wrote into it; leave it alone until the run has ended"
-        )
+        raise ConfigError(f"{self.path} was removed during this run; leave it alone until the run has ended")
 
     def save(self, config: PlanConfig, plan: Plan) -> None:
         """Write the resolved configuration, with versions and settings that hold, and the plan, drawn too."""
@@ -201,18 +210,6 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any]:
         """Return what rank 0 left of a finished run."""
         return json.loads(self.summary.read_text())
-
-    def _refuse_kept(self, *, resumes: bool) -> None:
-        kept = ""
-        if self.summary.exists():
-            kept = "already holds a finished run; choose another folder or remove it"
-        elif self.whole_checkpoints() and not resumes:
-            kept = "holds checkpoints of a run that did not finish; go on with it by resume=auto, or choose "
-            kept += "another folder"
-        elif self.model.exists() and not resumes:
-            kept = f"already holds trained weights, {self.model.name}; choose another folder or move them"
-        if kept:
-            raise ConfigError(f"hydra.run.dir={self.path} {kept}")
 
     def _remove_parts(self) -> None:
         self.first_values.unlink(missing_ok=True)

@@ -160,12 +160,26 @@ def candidate(
         programs = step_programs(plan)
         panel = Panel(title=plan.schedule, spans=simulate_plan(plan, programs).spans)
     versions = live_versions(programs, weights=plan.weights, micro_batches=plan.micro_batches)
+    layers = {layer.name: layer for layer in profile.layers}
+    sizes = [sizes_of([layers[name] for name in stage.layers]) for stage in plan.stages]
+
+    def held(number: int, in_flight: int) -> int:
+        """Bytes of a stage on its rank with so many micro-batches in flight."""
+        stage, decided = plan.stages[number], ("tier", "weights_tier", "parameters_tier", "recompute")
+        counts = counts_of(plan.shares[number], plan.micro_batches)
+        options: dict[str, Any] = {name: getattr(stage, name) for name in decided}
+        options |= {"device": profile.device, "exchanged": exchanges(counts, exact=plan.exact)}
+        options |= {"optimizer_state": optimizer_state, "by_element": by_element}
+        if plan.sharded and plan.owners == "spread":
+            options["optimizer_state"] = (1.0 if optimizer_state is None else optimizer_state) / len(counts)
+        there = copies(in_flight, old_versions=versions[number] - 1, **options)
+        bytes_of = sizes[number] if stage.prefetches else {**sizes[number], "neighbours": 0}
+        return there.of(**bytes_of, entered=plan.bytes_entering(number), staying=stage.staying_bytes)
+
     return Candidate(
         plan=plan,
         panel=panel,
-        memory=_memory(
-            profile, plan, programs, versions, optimizer_state=optimizer_state, by_element=by_element
-        ),
+        memory=most_held(programs, held),
         live_micro_batches=live_micro_batches(programs),
         live_versions=versions,
     )
@@ -190,29 +204,3 @@ def _stream(plan: Plan) -> tuple[Programs, Panel]:
     begin = next(span.start + span.waiting for span in simulation.spans if span.name == first)
     end = begin + simulation.seconds - before.seconds
     return longer, Panel(title=plan.schedule, spans=simulation.spans, begin=begin, end=end)
-
-
-def _memory(
-    profile: Profile,
-    plan: Plan,
-    programs: Programs,
-    versions: tuple[int, ...],
-    **optimizer: Any,
-) -> tuple[int, ...]:
-    """Peak bytes on every rank, over all instants of its program."""
-    layers = {layer.name: layer for layer in profile.layers}
-    sizes = [sizes_of([layers[name] for name in stage.layers]) for stage in plan.stages]
-
-    def held(number: int, in_flight: int) -> int:
-        stage, decided = plan.stages[number], ("tier", "weights_tier", "parameters_tier", "recompute")
-        counts = counts_of(plan.shares[number], plan.micro_batches)
-        options = optimizer | {name: getattr(stage, name) for name in decided}
-        options |= {"device": profile.device, "exchanged": exchanges(counts, exact=plan.exact)}
-        if plan.sharded and plan.owners == "spread":
-            state = options["optimizer_state"]
-            options["optimizer_state"] = (1.0 if state is None else state) / len(counts)
-        there = copies(in_flight, old_versions=versions[number] - 1, **options)
-        bytes_of = sizes[number] if stage.prefetches else {**sizes[number], "neighbours": 0}
-        return there.of(**bytes_of, entered=plan.bytes_entering(number), staying=stage.staying_bytes)
-
-    return most_held(programs, held)

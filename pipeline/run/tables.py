@@ -173,9 +173,7 @@ def _data(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
         return lines
     hits, loads = (sum(cache[name] for cache in caches) for name in ("hits", "loads"))
     share, spared = hits / max(1, hits + loads), show_bytes(sum(cache["hit_bytes"] for cache in caches))
-    lines.append(
-        f"sample cache: {hits:,} of {hits + loads:,} samples ({share:.1%}) were found there, {spared}"
-    )
+    lines.append(f"sample cache: {hits:,} of {hits + loads:,} samples ({share:.1%}) were there, {spared}")
     for times in [cache["times"] for cache in caches if "times" in cache]:
         shown = {name: f"{1000 * seconds:.3g} ms" for name, seconds in times.items()}
         lines.append(

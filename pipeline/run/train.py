@@ -25,6 +25,7 @@ from torch import nn
 
 from ...compression.errors import PenstockError, PlanError, ScheduleError
 from ...conf.schema import MEASURED, TrainConfig
+from ...stages.device import grad_scaler
 from ...stages.memory.disk import DiskOptions
 from ...stages.plan.plan import Plan
 from ...stages.seeds import TURN
@@ -42,7 +43,7 @@ from .planning import Recorded, check_batches, count_updates, decide, prepare, r
 from .restarts import persist
 from .resume import Source, resolve
 from .run_folder import RunFolder
-from .training_loop import NOT_FINITE, check_cache, check_tests, train_rank
+from .training_loop import NOT_FINITE, check_samples, train_rank
 
 
 def train(
@@ -71,8 +72,7 @@ def train(
         samples = prepare(config)
         for note in samples.notes:
             console.warn(note)
-        check_cache(config, samples)
-        check_tests(config, samples)
+        check_samples(config, samples)
         build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
         source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
         # Among ranks that torchrun started, every one makes the model: some may be on other machines.
@@ -149,10 +149,9 @@ def build_run(
     try:
         return plan, assemble(config, plan, samples, model, folder, World.alone())
     except (PlanError, ScheduleError) as error:
-        option = next(
-            (f"{name}={value}: " for name in ("plan", "program") if (value := getattr(config, name))), ""
-        )
-        raise type(error)(f"{option}{error}") from error
+        given = {"plan": config.plan, "program": config.program}
+        options = [f"{name}={value}: " for name, value in given.items() if value]
+        raise type(error)("".join(options[:1]) + str(error)) from error
 
 
 def assemble(
@@ -179,7 +178,7 @@ def assemble(
         scheduler=build.scheduler(config.scheduler, num_steps=count_updates(config, samples)),
         clip=config.clip.norm,
         clip_scope=config.clip.scope,
-        scaler=build.scaler(config.loss_scale, place(config).torch),
+        scaler=grad_scaler(place(config).torch) if config.loss_scale == "dynamic" else config.loss_scale,
         autocast=build.autocast(config.autocast),
         seed=config.seed,
         deadline=config.deadline,

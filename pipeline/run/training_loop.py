@@ -342,22 +342,18 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         return
     with keeping(folder.model):
         if spans:  # a run that goes on may have had no step left
-            save_step(folder, spans, title=_title(config, plan, step=pipe.num_steps - 1))
+            stream = f" weights={plan.weights}{' prediction=true' * plan.prediction}" * plan.streams
+            job = f"schedule={plan.schedule}{stream} micro_batches={plan.micro_batches}"
+            job += f" stages={plan.num_stages} ranks={plan.num_ranks}"
+            save_step(folder, spans, title=f"{model_name(config)}, step {pipe.num_steps - 1}: {job}")
         facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         facts |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
         facts |= {"resumed_from": resumed, "data": data, "ended_early": judge.ended or None}
         save_json(folder.summary, summarise(totals, plan, sizes=sizes, test=test, **facts))
 
 
-def _title(config: TrainConfig, plan: Plan, *, step: int) -> str:
-    predicted = " prediction=true" if plan.prediction else ""
-    versions = f" weights={plan.weights}{predicted}" if plan.streams else ""
-    job = f"schedule={plan.schedule}{versions} micro_batches={plan.micro_batches} stages={plan.num_stages}"
-    return f"{model_name(config)}, step {step}: {job} ranks={plan.num_ranks}"
-
-
-def check_tests(config: TrainConfig, samples: Samples) -> None:
-    """Refuse what depends on tests, where there is nothing to test on."""
+def check_samples(config: TrainConfig, samples: Samples) -> None:
+    """Refuse what depends on tests where there is nothing to test on, and samples that cannot be cached."""
     asked = {"eval.every": config.eval.every, "eval.patience": config.eval.patience}
     asked |= {"checkpoint.best": config.checkpoint.best}
     for name, value in asked.items():
@@ -366,10 +362,6 @@ def check_tests(config: TrainConfig, samples: Samples) -> None:
                 f"{name}={value} needs samples to test on, and the data have none; return (train, test) "
                 f"from data._target_, or leave out {name}="
             )
-
-
-def check_cache(config: TrainConfig, samples: Samples) -> None:
-    """Refuse now samples that cannot be cached, where that is asked for."""
     if config.cache.mode != "none" and not in_memory(samples.train):
         sample_source(_dataset(samples.train), decoded=config.cache.decoded)
 

@@ -93,9 +93,8 @@ def hit(asked: Options, results: Results) -> None:
     """Let epochs of hits and of file reads take turns; measure microseconds of a sample."""
     number, size = SAMPLES_OF_HITS, asked.sample_bytes
     batches = [list(range(at, at + BATCH_OF_HITS)) for at in range(0, number, BATCH_OF_HITS)]
-    hello = Hello(
-        job="hits", run="1", data="noise", num_samples=number, batch_size=BATCH_OF_HITS, epochs=1 << 20
-    )
+    facts = {"num_samples": number, "batch_size": BATCH_OF_HITS, "epochs": 1 << 20}
+    hello = Hello(job="hits", run="1", data="noise", **facts)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as home:
         socket, capacity = Path(home, "cache.sock"), number * pages_of(size, PAGE_BYTES) * PAGE_BYTES
         paths = [Path(home, f"{index:06}") for index in range(number)]

@@ -108,7 +108,7 @@ class Subject(NamedTuple):
 
 def _synthetic(asked: Options) -> Iterator[Subject]:
     source = torch.Generator().manual_seed(SEED)
-    for dtype in _dtypes(asked):
+    for dtype in (getattr(torch, name) for name in asked.dtypes):
         for size in asked.sizes:
             for density in asked.densities:
                 values = torch.randn(size // dtype.itemsize, generator=source).to(dtype)
@@ -126,7 +126,7 @@ def _networks(asked: Options, *, images: bool) -> Iterator[Subject]:
         for path in paths:
             masked = network in MASKED and (path == paths[0] or images)
             activation, gradient = kept[f"{path} activation"], kept[f"{path} gradient"]
-            for dtype in _dtypes(asked):
+            for dtype in (getattr(torch, name) for name in asked.dtypes):
                 yield Subject(f"{network} {path} activation", activation.to(dtype))
                 yield Subject(f"{network} {path} gradient", gradient.to(dtype))
                 if masked:
@@ -169,10 +169,6 @@ def _integers(asked: Options) -> Iterator[Subject]:
     yield Subject("labels", labels)
     yield Subject("ReLU mask", wide > 0)
     yield Subject("dropout mask, keeps 0.9", torch.rand(4 << 20, generator=source) < 0.9)
-
-
-def _dtypes(asked: Options) -> list[torch.dtype]:
-    return [getattr(torch, name) for name in asked.dtypes]
 
 
 CLASSES: dict[str, Callable[[Options], Iterator[Subject]]] = {

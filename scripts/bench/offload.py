@@ -117,7 +117,7 @@ def bench(asked: Options, path: Path) -> Results:
         (folder.path / "plans").mkdir()
 
         def runs_of(side: Side, needed: int) -> Callable[[], Row]:
-            limit, killed = limit_bytes(side[1], needed), list[Row]()
+            limit = limit_bytes(side[1], needed)
             budget = None if limit is None else int(BUDGET * limit)
             asks = {key: budget if one == LIMIT else one for key, one in CONTESTANTS[side[0]].items()}
             asks |= {"codec": config.codec, "micro_batches": config.micro_batches}
@@ -125,26 +125,14 @@ def bench(asked: Options, path: Path) -> Results:
             name = f"{side[0]}_{limit}"
             plan.save(folder.path / "plans" / f"{name}.json")
             folder.tell(config, plan)
-            job = {"plan": name, "limit": limit, "steps": asked.steps, "path": str(asked.path)}
-
-            def run() -> Row:
-                if killed:  # one that was killed is not tried again
-                    return killed[0]
-                row = run_process(folder, job, deadline=config.deadline)
-                killed.extend([row] if "killed" in row else [])
-                return row
-
-            return run
+            told = {"plan": name, "limit": limit, "steps": asked.steps, "path": str(asked.path)}
+            return partial(run_process, folder, told, deadline=config.deadline)
 
         needed = runs_of((KEPT, NONE), 0)()["peak_bytes"]
         sides: list[Side] = [(KEPT, limit) for limit in dict.fromkeys([NONE, *asked.limits])]
         # A budget is derived from a limit, so a side that has one does not run without.
-        sides += [
-            (name, limit)
-            for limit in asked.limits
-            for name in asked.contestants
-            if limit != NONE or LIMIT not in CONTESTANTS[name].values()
-        ]
+        pairs = [(name, limit) for limit in asked.limits for name in asked.contestants]
+        sides += [side for side in pairs if side[1] != NONE or LIMIT not in CONTESTANTS[side[0]].values()]
         print(f"{facts['model']} needs {show_bytes(needed)}; {len(sides)} sides take turns", flush=True)
         turns: dict[Any, Callable[[], Row]] = {side: runs_of(side, needed) for side in sides}
         turns[SPEED] = lambda: try_disk(asked.path, asked.speed_bytes)

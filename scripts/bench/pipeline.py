@@ -251,9 +251,8 @@ class TorchPipeline:
         stages: Any = [pipelining.PipelineStage(parts[s], s, plan.num_stages, CPU) for s in self.own]
         given = stages[0] if plan.schedule in _ONE_STAGE else stages
         self.schedule = getattr(pipelining, CLASSES[plan.schedule])(given, plan.micro_batches, loss_fn=loss)
-        self.optimizer = optimizer(
-            [(f"{s}.{n}", one) for s in self.own for n, one in parts[s].named_parameters()]
-        )
+        named = {s: parts[s].named_parameters() for s in self.own}
+        self.optimizer = optimizer([(f"{s}.{name}", one) for s in self.own for name, one in named[s]])
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
         """Train on one batch; return its micro-batches' mean loss on the last stage's rank, else None."""

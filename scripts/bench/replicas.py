@@ -68,9 +68,7 @@ def bench(asked: Options, path: Path) -> Results:
     defaults = {"batch_size": 96, "micro_batches": 12, "threads": 1, "codec": "raw"}
     config = harness.train_config(asked.job, defaults, {"ranks": 1})
     if config.micro_batches < 2:
-        raise ConfigError(
-            f"replicas share micro-batches, found micro_batches={config.micro_batches}; take 2 of them"
-        )
+        raise ConfigError(f"replicas share micro-batches, found micro_batches={config.micro_batches}; take 2")
     plans = plans_of(asked, Job(config))
     facts = {name: getattr(asked, name) for name in ("parts", "factors", "steps", "seconds", "repeats")}
     facts |= {name: getattr(config, name) for name in (*defaults, "seed")} | {"model": model_name(config)}

@@ -97,9 +97,7 @@ def _differences(
     pairs = list(zip(micro_batches, targets.tensor_split(SAMPLES), strict=True))
     how: Any = {"layers": modules, "draws": draws, "cast": cast, "loss": mean_square}
     losses = plain_step(plain, pairs, optimizer=_sgd(list(plain.named_parameters())), **how)
-    both: dict[str, tuple[Any, Any]] = {
-        f"loss {i}": (loss, pipe.engine.losses[i]) for i, loss in enumerate(losses)
-    }
+    both: dict[str, Any] = {f"loss {i}": (loss, pipe.engine.losses[i]) for i, loss in enumerate(losses)}
     theirs, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, parameter in plain.named_parameters():
         both |= {f"gradient {name}": (parameter.grad, theirs[name].grad), name: (parameter, theirs[name])}

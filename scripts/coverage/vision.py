@@ -85,9 +85,8 @@ class Experts(nn.Module):
     def __init__(self, width: int = 16, number: int = 4) -> None:
         super().__init__()
         self.router = nn.Linear(width, number)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width)) for _ in range(number)
-        )
+        expert = lambda: nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))  # noqa: E731
+        self.experts = nn.ModuleList(expert() for _ in range(number))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens of any shape, each through its expert."""

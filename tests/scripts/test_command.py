@@ -254,7 +254,8 @@ def test_a_working_folder_that_was_removed_is_told(tmp_path, monkeypatch, capfd)
 def test_a_target_of_ones_own_or_of_torch_does_not_start_from_our_default(typed, composed, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine.yaml").touch()
-    named = command_line.with_named_targets(typed.split(), [str(tmp_path)])
+    folders = [str(tmp_path)]
+    named = [one for word in typed.split() for one in command_line.with_named_target(word, folders)]
     assert command_line.with_own_groups(named) == composed.split()
 
 

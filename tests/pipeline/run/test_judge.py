@@ -11,7 +11,7 @@ from commands import SMALL, lines, refusal, same_run, summary, train, trained
 
 from penstock import ConfigError
 from penstock.conf.schema import CheckpointConfig, EvalConfig, TrainConfig
-from penstock.pipeline.run.training_loop import NOT_FINITE, Judge, check_tests
+from penstock.pipeline.run.training_loop import NOT_FINITE, Judge, check_samples
 
 BEST = (
     f"{SMALL} batch_size=300 micro_batches=3 epochs=3 optimizer.lr=0.05 scheduler=none checkpoint.every=2"
@@ -105,6 +105,6 @@ def test_a_run_ends_after_tests_that_are_no_better(capfd):
     assert "no better test in the last 2: loss " in summary("run")["ended_early"]
     nothing: Any = SimpleNamespace(test=None)
     with pytest.raises(ConfigError, match=r"eval\.every=2 needs samples to test on"):
-        check_tests(TrainConfig(eval=EvalConfig(every=2)), nothing)
+        check_samples(TrainConfig(eval=EvalConfig(every=2)), nothing)
     streams = f"{job} schedule=async_1f1b checkpoint.best=loss hydra.run.dir=no"
     assert "checkpoint.best=loss depends on a test" in refusal(streams, capfd)

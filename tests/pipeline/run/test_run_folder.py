@@ -104,7 +104,7 @@ def test_a_file_system_without_locks_is_told(folder, monkeypatch):
 
 
 def test_a_folder_that_was_removed_or_is_another_runs_is_not_written_into(folder):
-    removed = pytest.raises(ConfigError, match="run was removed while this run wrote into it")
+    removed = pytest.raises(ConfigError, match="run was removed during this run")
     with folder.claim():
         mark = folder.mark()
         folder.check(mark)
