@@ -41,8 +41,9 @@ class JsonLog:
             self.last: Mapping[str, Any] = json.loads(kept[-1]) if kept else {}
             self._num_lines, self._size = len(kept), sum(map(len, kept))  # of whole lines
             self._last_size = len(kept[-1]) if kept else 0
-            self._file = self._path.open("r+b" if kept else "wb", buffering=0)
-            self._cut_off()
+            self._file = self._path.open("ab", buffering=0)
+            if path:
+                self._file.truncate(self._size)
 
     def __enter__(self) -> JsonLog:
         return self
@@ -74,7 +75,7 @@ class JsonLog:
         else:
             self._size -= self._last_size
             with contextlib.suppress(OSError):
-                self._cut_off()
+                self._file.truncate(self._size)
         self.append({**self.last, **more})
 
     def _write(self) -> None:
@@ -86,16 +87,11 @@ class JsonLog:
                 self._size += len(self._waiting.popleft())
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._cut_off()  # no half line
+                self._file.truncate(self._size)  # no half line
             if not self._told:
                 refusal = f"{self._path} cannot be written ({reason(error)})"
                 self._tell(f"{refusal}; training goes on, {remedy(error)}")
             self._told = True
-
-    def _cut_off(self) -> None:
-        if self._path != Path(os.devnull):
-            self._file.truncate(self._size)
-            self._file.seek(self._size)
 
 
 def _before(first: int, rows: Iterable[Row], step_of: Callable[[Row], int]) -> list[Row]:

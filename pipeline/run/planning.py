@@ -44,21 +44,18 @@ from .schedule_comparison import SYNCHRONOUS, compare
 from .timeline import Panel, draw, perfetto_trace
 
 
-def training_batches(
-    config: PlanConfig, samples: Samples, *, epoch: int, first: int = 0
-) -> Iterator[tuple[Any, Tensor]]:
-    """Return the batches of one epoch from number ``first`` on, the same ones on every rank."""
+def training_batches(config: PlanConfig, samples: Samples) -> Iterator[tuple[Any, Tensor]]:
+    """Return the batches of the first epoch, the same ones on every rank."""
     options: Any = {"batch_size": config.batch_size, "seed": config.seed}
     options |= {"drop_last": config.data.get("drop_last", True)}
-    skips = bool(config.data.get("skip_broken", False))
-    return samples.batches("train", epoch=epoch, first=first, skips=skips, **options)
+    return samples.batches("train", skips=bool(config.data.get("skip_broken", False)), **options)
 
 
 def example_inputs(config: PlanConfig, samples: Samples) -> Example:
     """Return the first micro-batch of the first training batch, as the model takes it.
 
     Raises: ConfigError: the batch has labels that the loss does not take."""
-    inputs, targets = next(training_batches(config, samples, epoch=0))
+    inputs, targets = next(training_batches(config, samples))
     _check_labels(config, samples, targets)
     given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
     number = min(config.micro_batches, len(tree_leaves(given)[0]))

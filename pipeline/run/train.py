@@ -16,7 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,26 @@ import torch
 from torch import nn
 
 from ...compression.errors import PenstockError, PlanError, ScheduleError
-from ...conf.schema import MEASURED, TrainConfig
+from ...conf.schema import AGAIN, MEASURED, TrainConfig
 from ...stages.device import grad_scaler
 from ...stages.memory.disk import DiskOptions
 from ...stages.plan.plan import Plan
 from ...stages.seeds import TURN
 from ..data.samples import Samples
-from ..distributed.failure import leave
+from ..distributed.failure import Lost, leave
 from ..distributed.launcher import init, run_rank, start_ranks
 from ..distributed.process_group import World, thread_of
 from ..distributed.processes import StartProcess, start_process
 from ..distributed.threads import start_threads
 from ..pipeline import Pipeline
+from ..schedules.replicated import without
 from . import build, console, early, torchrun
 from .bounded import first_values, is_without_memory, make_model, return_freed_memory, write_first_values
 from .determinism import place
+from .logs import JsonLog
 from .planning import Recorded, check_batches, count_updates, decide, prepare, record
-from .restarts import persist
 from .resume import Source, resolve
-from .run_folder import RunFolder
+from .run_folder import RunFolder, step_of
 from .training_loop import NOT_FINITE, check_samples, train_rank
 
 
@@ -212,6 +213,72 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder, world: World | None
         if own:
             ends.callback(pipe.close, keeps_model=False)
         train_rank(config, plan, folder, samples, pipe)
+
+
+def persist(
+    config: TrainConfig,
+    plan: Plan,
+    folder: RunFolder,
+    start: Callable[[TrainConfig, Plan], None],
+    *,
+    replan: Callable[[TrainConfig], Plan],
+) -> None:
+    """Run the ranks by ``start``, and where some are lost, again: ``config.max_restarts`` times at most, and
+    as often as a lost replica may be done without.
+
+    Args:   config: ``resume``, ``ranks`` and ``replicas`` become those of the last start.
+            replan: makes the plan for other ranks, and keeps it in ``folder``.
+    """
+    before, lost_before, restart = config.resume, None, 0
+    while True:
+        steps = _num_steps(folder)
+        try:
+            return start(config, plan)
+        except Lost as lost:
+            if config.replicas.shrink and (fewer := without(plan, lost.rank)):
+                plan = fewer
+                config.ranks, config.stages = plan.num_ranks, plan.num_stages
+                config.replicas.count = list(plan.replicas)
+                if isinstance(config.replicas.shares, list):
+                    config.replicas.shares = [share for own in plan.shares for share in own]
+                folder.save(config, plan)
+                where = _go_back(config, folder, before)
+                console.warn(f"{lost}; {where}, without it: replicas.count={config.replicas.count}")
+                continue
+            restart += 1
+            if restart > config.max_restarts:
+                raise
+            at_once = lost.rank == lost_before is not None and _num_steps(folder) <= steps + 1
+            lost_before = lost.rank
+            where = _go_back(config, folder, before)
+            sentence = f"{lost}; restart {restart} of {config.max_restarts} {where}"
+            if at_once and config.ranks > (config.min_ranks or config.ranks):
+                config.ranks -= 1
+                try:
+                    plan = replan(config)
+                    sentence += f", with ranks={config.ranks}"
+                except PenstockError as error:
+                    config.ranks += 1
+                    sentence += f", with all ranks ({error})"
+            console.warn(sentence)
+
+
+def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:
+    """Let the run go on from its last checkpoint, or begin as it did ``before``; return which, as a text."""
+    config.resume = AGAIN
+    step = 0
+    if resolve(config, folder, console.warn, threads=config.threads):
+        step = step_of(folder.whole_checkpoints()[0])
+        where = f"goes on behind step {step}"
+    else:
+        config.resume = before
+        where = f"begins as the run did, with {before}" if before else "begins anew: there is no checkpoint"
+    with JsonLog(folder.metrics, tell=console.warn, first=step):  # cut off what is done again
+        return where
+
+
+def _num_steps(folder: RunFolder) -> int:
+    return folder.metrics.read_bytes().count(b"\n") if folder.metrics.exists() else 0
 
 
 @contextlib.contextmanager

@@ -187,7 +187,7 @@ class Job:
 
     def batches(self, number: int = NUM_BATCHES) -> list[Any]:
         """Return the first batches."""
-        return list(islice(training_batches(self.config, self.samples, epoch=0), number))
+        return list(islice(training_batches(self.config, self.samples), number))
 
 
 def measure_on_ranks(

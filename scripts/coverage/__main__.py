@@ -5,7 +5,6 @@ A row is appended as soon as it is known, so a run that was interrupted goes on 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import multiprocessing
 import sys
@@ -18,13 +17,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import language
 import page
 import torch
 import vision
 from examine import examine
 from network import Network
 
-HOMES = {"transformers": "language", "timm": "families"}  # libraries that need not be installed: their files
+OTHERS = {"transformers": language.networks, "timm": vision.of_timm}  # libraries that need not be installed
 
 
 def main() -> int:
@@ -56,9 +56,9 @@ def networks() -> Iterator[Network]:
     """Every network of the libraries that are installed; says which are not."""
     yield from vision.of_torch()
     yield from vision.networks()
-    for library, home in HOMES.items():
+    for library, others in OTHERS.items():
         if find_spec(library):
-            yield from importlib.import_module(home).networks()
+            yield from others()
         else:
             print(f"{library} is not installed, left out: pip install 'penstock[zoo]'", file=sys.stderr)
 

@@ -1,14 +1,16 @@
-"""The networks of torchvision, all that list_models names, and networks of torch itself."""
+"""All networks of torchvision, networks of torch itself, and the families of timm."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
-from network import Batch, Network, normal, tokens
+from network import Batch, Network, normal, table, tokens
 from torch import nn
 from torchvision import models
 
@@ -82,11 +84,11 @@ class PackedRecurrent(Recurrent):
 class Experts(nn.Module):
     """A mixture of experts: every token goes to the best of four, chosen by value."""
 
-    def __init__(self, width: int = 16, number: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(width, number)
-        expert = lambda: nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))  # noqa: E731
-        self.experts = nn.ModuleList(expert() for _ in range(number))
+        self.router = nn.Linear(16, 4)
+        expert = lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))  # noqa: E731
+        self.experts = nn.ModuleList(expert() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens of any shape, each through its expert."""
@@ -130,3 +132,46 @@ def of_torch() -> Iterator[Network]:
     }
     for name, (make, batch) in made.items():
         yield Network(name=name, library="torch", make=make, batch=batch)
+
+
+PIXELS = (64, 96, 128, 192, 224, 256)
+
+
+def of_timm() -> Iterator[Network]:
+    """The smallest network of every module of ``timm.models``, at the smallest pictures that it takes."""
+    timm, smallest = import_module("timm"), table()["timm"]
+    for module in sorted(timm.list_modules()):
+        members = sorted(timm.list_models(module=module))
+        for name in ([name for name in members if name in smallest] or members)[:1]:
+            family = Family(name)
+            yield Network(name=name, library="timm", make=family.make, batch=family.batch)
+
+
+class Family:
+    """A network of timm and the size of its pictures, which is found when it is made."""
+
+    def __init__(self, name: str) -> None:
+        size = import_module("timm").models.get_pretrained_cfg(name).input_size
+        self.name, self.channels, self.pixels = name, int(size[0]), int(size[-1])
+
+    def make(self) -> nn.Module:
+        """The network, for the smallest pictures with which it runs; dropout where it can be asked for."""
+        for pixels in PIXELS:
+            with contextlib.suppress(Exception):
+                self._build(pixels).eval()(normal(2, 2, self.channels, pixels, pixels))
+                self.pixels = pixels
+                break
+        torch.manual_seed(0)
+        return self._build(self.pixels)
+
+    def batch(self, samples: int) -> Batch:
+        """Pictures."""
+        return {"x": normal(samples, samples, self.channels, self.pixels, self.pixels)}
+
+    def _build(self, pixels: int) -> nn.Module:
+        timm = import_module("timm")
+        tries = [{"img_size": pixels, "drop_path_rate": 0.1}, {"img_size": pixels}, {"drop_path_rate": 0.1}]
+        for options in tries:
+            with contextlib.suppress(Exception):
+                return timm.create_model(self.name, num_classes=10, **options)
+        return timm.create_model(self.name, num_classes=10)

@@ -2,11 +2,11 @@
 
 `python scripts/coverage` tries them all; these are a few that each hold another trap."""
 
-import importlib
 import importlib.util
 import traceback
 
 import eager
+import language
 import pytest
 import torch
 import vision
@@ -43,8 +43,8 @@ def test_a_network_of_torch(network, autocast):
 def test_a_network_of_a_library(library, name, autocast):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install 'penstock[zoo]'")
-    kinds = {"torchvision": "vision", "transformers": "language", "timm": "families"}
-    networks = importlib.import_module(kinds[library]).networks()
+    kinds = {"torchvision": vision.networks, "transformers": language.networks, "timm": vision.of_timm}
+    networks = kinds[library]()
     row = same(next(network for network in networks if network.name == name), autocast)
     assert row["stages"] == 3
     assert library != "transformers" or bool(row["leaves"]) == (name == "mixtral")  # experts chosen by value

@@ -8,9 +8,8 @@ import matplotlib.figure
 import pytest
 import torch._dynamo
 
-import penstock.pipeline.run.planning  # what ``train`` imports, but not that, which a process that loads
-import penstock.pipeline.run.restarts  # samples runs again
-import penstock.pipeline.run.training_loop
+import penstock.pipeline.run.torchrun  # what ``train`` imports, but not that, which a process that loads
+import penstock.pipeline.run.training_loop  # samples runs again
 import penstock.scripts.application
 from penstock.compression.codec import decode, encode
 from penstock.compression.names import CODEC_NAMES

@@ -8,8 +8,8 @@ from commands import DEADLY, refusal, same_run, trained
 
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.distributed.failure import Lost
-from penstock.pipeline.run.restarts import persist
 from penstock.pipeline.run.run_folder import RunFolder
+from penstock.pipeline.run.train import persist
 
 pytestmark = pytest.mark.ranks
 
