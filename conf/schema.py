@@ -15,11 +15,9 @@ from ..compression.errors import ConfigError
 from ..compression.names import AUTO, is_device
 
 CASTS = ("bfloat16", "float16")
-
 LOGGERS = ("csv", "tensorboard", "wandb")
-
 AGAIN = "auto"  # of ``resume=``: the run in the same folder
-
+EVEN, MEASURED = SHARES = ("even", "measured")  # of replicas, beside weights
 TWO_A_RANK = ("interleaved", "zbv", "dualpipev")  # schedules whose ranks take two stages or more
 
 
@@ -44,9 +42,6 @@ def at_least(least: int, name: str, value: int | None) -> None:
     """Refuse a count below its least; None is no count."""
     if value is not None and value < least:
         raise ConfigError(f"{name}={value} must be {least} or more")
-
-
-EVEN, MEASURED = SHARES = ("even", "measured")  # of replicas, beside weights
 
 
 @dataclass

@@ -53,17 +53,12 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
     """Compose the options of command ``name`` and call ``task(options, run folder, options as typed)``.
 
     Args:
-        schema: Dataclass of the options, in ``conf/``.
         arguments: ``KEY=VALUE``, and Hydra's own flags.
         early: Called with the options and as they were typed, to refuse what needs neither a model nor torch;
             with --multirun for every run before the first begins.
 
     Returns:
-        The exit code, 0 unless the task returns another. With --multirun a run that fails does not keep the
-        others from running.
-
-    Raises:
-        ConfigError: An option is unknown or does not fit.
+        The exit code, 0 unless the task returns another. With --multirun a run that fails stops no other.
     """
     typed, codes = parse(name, arguments, schema), [0]
 
@@ -115,11 +110,8 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
 def options(
     name: str, schema: type[Any], *, arguments: Sequence[str], early: Check
 ) -> tuple[Any, RunFolder] | None:
-    """Compose the options of command ``name`` and leave its run folder alone: another process claims it.
-
-    Returns:
-        The options, and the folder as this process would name it; None where a flag asks for no run.
-    """
+    """Return the options of command ``name``, and the run folder, which another process claims, as this one
+    would name it; None where a flag asks for no run."""
     typed = parse(name, arguments, schema)
     if _asked_of_hydra(typed):
         return None

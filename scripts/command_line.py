@@ -59,11 +59,7 @@ Examples:
 
 
 def parse(command: str, arguments: Sequence[str], schema: type[Any]) -> argparse.Namespace:
-    """Part the words of a command line into Hydra's flags and, as ``overrides``, options.
-
-    Raises:
-        ConfigError: There is no such flag; the sentence has the option that was meant, if one is similar.
-    """
+    """Part the words of a command line into Hydra's flags and, as ``overrides``, options."""
     from hydra._internal.utils import get_args_parser  # takes a tenth of a second
 
     parser, known = get_args_parser(), names(schema)

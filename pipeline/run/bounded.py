@@ -60,9 +60,8 @@ def make_model(config: PlanConfig, samples: Samples, folder: RunFolder) -> nn.Mo
 
 
 def recorded_without_memory(config: PlanConfig, samples: Samples) -> planning.Recorded | None:
-    """Return the trace of the large model of a run with a budget, made without memory for its parameters.
-
-    None, with a warning: it cannot be made or recorded so."""
+    """Return the trace of the large model of a run with a budget, made without memory for its parameters;
+    None, with a warning, where it cannot be."""
     memory = config.memory
     if build.is_bare(config.model) or (memory.device is None and memory.parameters != "disk"):
         return None
@@ -82,9 +81,7 @@ def recorded_without_memory(config: PlanConfig, samples: Samples) -> planning.Re
 def write_first_values(
     config: PlanConfig, samples: Samples, folder: RunFolder, start: StartProcess
 ) -> planning.Recorded | None:
-    """Have a child write the values of a model that no process is to have whole; return its trace.
-
-    Raises:  ConfigError: the child failed."""
+    """Have a child write the values of a model that no process is to have whole; return its trace."""
     if (recorded := recorded_without_memory(config, samples)) is None:
         return None
     facts = {"model": config.model, "seed": config.seed, "describe": dataclasses.asdict(samples.describe)}

@@ -44,8 +44,7 @@ def is_bare(options: Mapping[str, Any]) -> bool:
 def sources(options: Mapping[str, Any], first_values: Path | None = None) -> dict[str, Any]:
     """Return the sources of a model's values as arguments of ``Pipeline``.
 
-    Args:   first_values: where the run has written them, for a model that names no source.
-    Raises: ConfigError: a function cannot be imported."""
+    Args:   first_values: where the run has written them, for a model that names no source."""
     init = options.get("init_weights")
     try:
         function = pkgutil.resolve_name(init) if init else None
@@ -88,8 +87,7 @@ FACTS = {
 def samples(options: Mapping[str, Any], *, batch_size: int | None = None, labelled: bool = False) -> Samples:
     """Return the data that ``data=`` names, as ``Samples`` or as what people have.
 
-    Args:   batch_size: of the run, if there is one; labelled: inputs by name have the labels among them.
-    Raises: ConfigError: the target is unknown, does not take the options, or returns something else."""
+    Args:   batch_size: of the run, if there is one; labelled: inputs by name have the labels among them."""
     if local := options.get("local"):
         options = local_copy(options, str(local))
     facts = {"target": str(options["_target_"]), "skips": bool(options.get("skip_broken", False))}
@@ -101,8 +99,7 @@ def model(
 ) -> nn.Module:
     """Return the network that ``model=`` names, drawn from ``seed`` and told what it asks of the data.
 
-    Args:   bare: without memory for its parameters; None: where the options name a source of its values.
-    Raises: ConfigError: the target is unknown, does not take the options, or returns no module."""
+    Args:   bare: without memory for its parameters; None: where the options name a source of its values."""
     torch.manual_seed(seed)
     facts = {"describe": describe, "num_classes": describe.num_classes, "input_shape": describe.input_shape}
     if not describe.num_classes:
@@ -141,9 +138,7 @@ def optimizer(
 def scheduler(
     options: Mapping[str, Any], *, num_steps: int
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None:
-    """Return what makes the scheduler of an optimizer, or None for ``scheduler=none``.
-
-    A schedule that has to know how long it lasts (``total_steps``, ``T_max``) is told ``num_steps``."""
+    """Return what makes the scheduler of an optimizer; None for ``scheduler=none``."""
     if "_target_" not in options:
         return None
 

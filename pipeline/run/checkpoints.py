@@ -168,8 +168,7 @@ def export(
 ) -> tuple[Checkpoint, Path]:
     """Write the plain model of the newest whole checkpoint of ``source``; return the checkpoint and the file.
 
-    Args:    target: the file for a model behind so many steps.
-    Raises:  ConfigError: there is none, or the file system refuses. CheckpointError: all are damaged."""
+    Args:    target: the file for a model behind so many steps."""
 
     def write(folder: Path) -> tuple[Checkpoint, Path]:
         checkpoint = Checkpoint(folder)

@@ -43,8 +43,7 @@ TAKEN = ("schedule", "micro_batches", "extra_in_flight", "codec", "weights", "we
 def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     """Return the plan that ``plan=`` names, its decisions written into ``config``; None without it.
 
-    Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
-    Raises: PenstockError: something that was asked for cannot be had, whatever the model."""
+    Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored."""
     given = load_plan(config, typed) if isinstance(config, TrainConfig) and config.plan else None
     if isinstance(config, TrainConfig):
         check_ranks(config.ranks)

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from ..pipeline import Pipeline
 
 Row = TypeVar("Row")
+# Functions that write the numbers of a step by their names, of which None is none, and close.
+Logger = tuple[Callable[[int, Mapping[str, Any]], object], Callable[[], object]]
+COLUMNS: Sequence[str] = (
+    "step", "loss", "seconds", "samples_per_second", "tokens_per_second", "learning_rate", "gradient_norm",
+    "bytes_raw", "bytes_sent", "bubble", "peak_bytes",
+    "bytes_raw_forward", "bytes_raw_backward", "bytes_sent_forward", "bytes_sent_backward",
+    "test_accuracy", "test_loss",
+)  # fmt: skip
 
 
 class JsonLog:
@@ -136,18 +144,6 @@ def shares_log(
 
         append()
         yield after
-
-
-COLUMNS: Sequence[str] = (
-    "step", "loss", "seconds", "samples_per_second", "tokens_per_second", "learning_rate", "gradient_norm",
-    "bytes_raw", "bytes_sent", "bubble", "peak_bytes",
-    "bytes_raw_forward", "bytes_raw_backward", "bytes_sent_forward", "bytes_sent_backward",
-    "test_accuracy", "test_loss",
-)  # fmt: skip
-
-
-Logger = tuple[Callable[[int, Mapping[str, Any]], object], Callable[[], object]]
-"""Functions that write the numbers of a step by their names, of which None is none, and close."""
 
 
 def _table(folder: Path, first: int, options: Mapping[str, Any]) -> Logger:

@@ -20,9 +20,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, *, label_smoothing: float = 
 
 
 def of_model(outputs: Any, targets: Any) -> Tensor:
-    """Return the loss that a model returned: ``loss`` of a dict or an object, the first of a tuple, or all.
-
-    Raises: ConfigError: there is none."""
+    """Return the loss that a model returned: ``loss`` of a dict or object, the first of a tuple, or all."""
     if isinstance(outputs, Mapping):
         found = outputs.get("loss")
     elif isinstance(outputs, tuple | list):

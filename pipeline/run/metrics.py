@@ -205,9 +205,7 @@ def tier_rows(
     ranks: Sequence[Sequence[int]],
     plan: Plan,
 ) -> list[dict[str, Any]]:
-    """A row for each tier of each rank that held anything.
-
-    Args:    totals: of each rank of every stage; predicted: by rank; ranks: of every stage, where it ran."""
+    """A row for each tier of each rank that held anything; ``totals`` and ``ranks`` are by stage."""
     rows, of_rank = [], dict[int, dict[int, Mapping[str, Any]]]()
     for number, (own, found) in enumerate(zip(ranks, totals, strict=True)):
         for rank, total in zip(own, found, strict=True):

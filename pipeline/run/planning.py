@@ -43,6 +43,8 @@ from .run_folder import RunFolder
 from .schedule_comparison import SYNCHRONOUS, compare
 from .timeline import Panel, draw, perfetto_trace
 
+SIMULATED = "simulated: every instruction in the measured median of its stage and kind, no time on the links"
+
 
 def training_batches(config: PlanConfig, samples: Samples) -> Iterator[tuple[Any, Tensor]]:
     """Return the batches of the first epoch, the same ones on every rank."""
@@ -52,9 +54,7 @@ def training_batches(config: PlanConfig, samples: Samples) -> Iterator[tuple[Any
 
 
 def example_inputs(config: PlanConfig, samples: Samples) -> Example:
-    """Return the first micro-batch of the first training batch, as the model takes it.
-
-    Raises: ConfigError: the batch has labels that the loss does not take."""
+    """Return the first micro-batch of the first training batch, as the model takes it."""
     inputs, targets = next(training_batches(config, samples))
     _check_labels(config, samples, targets)
     given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
@@ -117,9 +117,6 @@ def check_batches(config: TrainConfig, plan: Plan, samples: Samples) -> None:
         )
 
 
-SIMULATED = "simulated: every instruction in the measured median of its stage and kind, no time on the links"
-
-
 def save_step(folder: RunFolder, spans: Sequence[Span], *, title: str) -> None:
     """Write ``timeline.png`` and ``timeline.json``.
 
@@ -176,10 +173,7 @@ def record(
     model: nn.Module | None = None,
     autocast: torch.dtype | None = None,
 ) -> Recorded:
-    """Trace the model on one micro-batch.
-
-    Args:   model: what the configuration names, where it was made already.
-            autocast: the dtype that training will cast to."""
+    """Trace the ``model``, made here unless it is given, on one micro-batch under ``autocast``."""
     model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
     example, device = example_inputs(config, samples), place(config).torch  # whose seconds count
     if has_meta(model):

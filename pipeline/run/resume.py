@@ -81,8 +81,7 @@ def resolve(
 ) -> Source | None:
     """Make ``config.resume`` the path of what the run goes on from, or None; return that, opened.
 
-    Args:    threads: of each rank, as asked for; None: those of the checkpoint, so that the bits stay.
-    Raises:  ConfigError: it was another training, or there is no such checkpoint."""
+    Args:    threads: of each rank, as asked for; None: those of the checkpoint, so that the bits stay."""
     own = config.resume == AGAIN
     if own and not folder.whole_checkpoints():
         config.resume = None  # a run that did not come to its first checkpoint, or none at all

@@ -82,9 +82,7 @@ class Comparison:
 
     @property
     def chosen(self) -> Candidate:
-        """The shortest step that fits, with the bits of the plain loop; of equals the smallest.
-
-        Raises: PlanError: none fits."""
+        """The shortest step that fits, with the bits of the plain loop; of equals the smallest."""
         fitting = [one for one in self.candidates if one.fits and not one.plan.streams]
         if not fitting:
             why = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
@@ -128,10 +126,7 @@ def _name(schedule: str, weights: str) -> str:
 
 
 def compare(profile: Profile, **options: Any) -> Comparison:
-    """Plan and simulate every schedule; ``options`` are those of ``partition``, less schedule and weights.
-
-    Raises:  PenstockError: nothing can be planned at all: what the first schedule says.
-    """
+    """Plan and simulate every schedule; ``options`` are those of ``partition``, less schedule and weights."""
     known = {name: options[name] for name in ("optimizer_state", "by_element") if name in options}
     candidates, refused = list[Candidate](), dict[str, PenstockError]()
     for name, weights in [*((name, "latest") for name in SYNCHRONOUS), *ASYNCHRONOUS]:

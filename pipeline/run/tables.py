@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TURNS = {"by price": "what measured costs say", "as planned": "the plan", "raw": "no packing"}
 MOST_FLOWS = 4  # in the closing lines; summary.json has all
+MARGIN, UNCOUNTED = 1.1, 64 << 20  # of a budget; bytes of libraries, threads and frames
 KEY = (
     "bubble: share of the steps after the first in which the rank computed nothing",
     "counted: parameters, gradients, optimizer, versions, saved tensors at their most; resident: the process",
@@ -41,8 +42,7 @@ def table(
 def closing_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table:
     """Return one row for each rank of each stage: how long it computed, what it kept, what it sent each way.
 
-    The stages of a rank share its bubble and its memory, told with the first of them. ``wide`` also says how
-    much was sent before packing."""
+    The stages of a rank share its bubble and its memory, told with the first; ``wide``: bytes of before."""
     stages = summary["stages"]
     on_gpus = any(stage.get("device_bytes") for stage in stages)
     wide = wide and not on_gpus  # whose column takes the room
@@ -107,9 +107,6 @@ def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None
         first = False
 
     return see
-
-
-MARGIN, UNCOUNTED = 1.1, 64 << 20  # of a budget; bytes of libraries, threads and frames
 
 
 def overrun(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]:

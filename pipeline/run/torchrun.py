@@ -32,9 +32,7 @@ _SHARED_SECONDS = 5.0  # until another machine sees a file
 
 
 def meet(config: TrainConfig) -> World:
-    """Join the other ranks, and compare what was typed.
-
-    Raises: TransportError: a rank does not come. Disagreement: an option is another one there."""
+    """Join the other ranks, and compare what was typed."""
     world = init(deadline=config.deadline)
     remedy = "type the same line on every machine, but for --node-rank"
     options = [Fact(f"{key}=", str(value), remedy) for key, value in flat(dataclasses.asdict(config))]
@@ -57,9 +55,7 @@ def planning(world: World | None) -> Iterator[None]:
 
 
 def publish(world: World, config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
-    """Give the others what rank 0 decided.
-
-    Raises: Disagreement: a rank cannot take it."""
+    """Give the others what rank 0 decided."""
     message = {
         "plan": plan.to_json(),
         "threads": config.threads,
@@ -76,8 +72,7 @@ def follow(config: TrainConfig, folder: RunFolder) -> tuple[Plan, RunFolder, Wor
     """Meet the others as a rank other than 0, and write the decisions of rank 0 into ``config``.
 
     Args:    folder: as this rank would name it; the last part of its path becomes that of rank 0.
-    Returns: the plan of rank 0, the run folder, and the ranks.
-    Raises:  PenstockError: what was refused, here or on another rank; or rank 0 is lost."""
+    Returns: the plan of rank 0, the run folder, and the ranks."""
     check_targets(config)
     world = meet(config)
     world.notices.wait_for(0, deadline=config.deadline)

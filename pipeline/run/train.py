@@ -79,9 +79,8 @@ def train(
         # Among ranks that torchrun started, every one makes the model: some may be on other machines.
         recorded = write_first_values(config, samples, folder, start_process) if world is None else None
         with console.planning():
-            known: Any = {"given": given, "source": source, "recorded": recorded}
-            plan, pipe = build_run(config, samples, folder, **known)
-        del recorded, known
+            plan, pipe = build_run(config, samples, folder, given=given, source=source, recorded=recorded)
+        del recorded
         folder.begin(console.warn, resumes=source is not None and source.own)
         folder.save(config, plan)
     console.begin(plan, folder.path)

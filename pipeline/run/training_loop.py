@@ -42,6 +42,7 @@ from .resume import position, take_over
 from .run_folder import RunFolder
 from .tables import foretell, overrun
 
+BETWEEN = 10  # batches of a test; an exchange behind each would cost small ones a tenth of their time
 NOT_FINITE = 3  # exit code of a run that ended because its loss was no number
 _OVERFLOWS = 10  # steps in a row that a GradScaler may skip until it has found its scale
 _STATE = ("metric", "best", "best_step", "since")
@@ -52,10 +53,8 @@ class Judge:
 
     Attributes:
         ended: Why the run ends now; empty while it goes on.
-        metric: Result of a test that decides which is the best.
-        best: That result of the best test; None before the first.
-        best_step: Steps that were done before it.
-        since: Tests after it.
+        metric: Result of a test that decides which is the best; ``best`` is that of the best test.
+        best_step: Steps that were done before that test; ``since``: tests after it.
     """
 
     def __init__(self, config: TrainConfig, plan: Plan, *, tell: Callable[[str], None]) -> None:
@@ -210,9 +209,6 @@ def loader(
         warm_up=WarmUp(**counts) if brings else None,
         tell=tell,
     )
-
-
-BETWEEN = 10  # batches of a test; an exchange behind each would cost small ones a tenth of their time
 
 
 def run_epochs(

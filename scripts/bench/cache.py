@@ -66,18 +66,11 @@ def simulated(asked: Options, results: Results) -> None:
     """Simulate jobs that take a sample a second each, and begin evenly within an epoch."""
     for data, jobs, share in itertools.product(asked.reads, asked.jobs, asked.shares):
         slots = round(share * (jobs if data == "own" else 1) * asked.num_samples)
-        loads = [
-            Load(
-                name=f"job{number}",
-                data=number if data == "own" else 0,
-                num_samples=asked.num_samples,
-                batch_size=asked.batch_size,
-                epochs=asked.epochs,
-                start=(asked.num_samples + 1) * number / jobs,
-                seed=number,
-            )
-            for number in range(jobs)
-        ]
+        same = {name: getattr(asked, name) for name in ("num_samples", "batch_size", "epochs")}
+        loads = []
+        for number in range(jobs):
+            place = {"data": number if data == "own" else 0, "start": (asked.num_samples + 1) * number / jobs}
+            loads.append(Load(name=f"job{number}", seed=number, **place, **same))
         for name in asked.policies:
             trace = simulate(loads, policy(name, slots))
             best = optimum(trace.keys, slots)

@@ -53,6 +53,11 @@ MASKED = (
     "gpt relu",
 )  # the first module, of images all, is a ReLU: gradients are zero there
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+COLUMNS: dict[str, Any] = {
+    "codec": lambda row: row["codec"] + ("" if row["sent_as"] == row["codec"] else f" -> {row['sent_as']}"),
+    "ratio": "{ratio:.3f}",
+    **{verb: lambda row, verb=verb, of=of: f"{row[of] / row[verb]:.2f}" for verb, of in SPEEDS.items()},
+}
 
 
 def options() -> Any:
@@ -86,13 +91,6 @@ def bench(asked: Options, path: Path) -> Results:
             harness.show(rows, COLUMNS, title=f"{facts}, {show_bytes(tensor.nbytes)}")
     print("pack and unpack as multiples of a copy to kept memory; encode and decode of tensor.clone()")
     return results
-
-
-COLUMNS: dict[str, Any] = {
-    "codec": lambda row: row["codec"] + ("" if row["sent_as"] == row["codec"] else f" -> {row['sent_as']}"),
-    "ratio": "{ratio:.3f}",
-    **{verb: lambda row, verb=verb, of=of: f"{row[of] / row[verb]:.2f}" for verb, of in SPEEDS.items()},
-}
 
 
 # Tensors: random ones, and those of networks that have trained. Only real tensors say what a codec saves.

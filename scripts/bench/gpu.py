@@ -26,6 +26,16 @@ ROUTES = ("pack", "unpack", "pack_masked", "unpack_masked")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ROTATED = 512 * MEBIBYTE
 """A route goes through so many bytes of tensors in a row, far more than a cache holds."""
+COLUMNS: dict[str, Any] = {
+    "dtype": "{dtype}",
+    "codec": "{codec}",
+    "MiB": lambda row: f"{row['num_bytes'] / MEBIBYTE:.0f}",
+    "density": "{density:.1f}",
+    "ratio": "{ratio:.2f}",
+    "copy TB/s": lambda row: f"{row['least_bytes']['copy'] / row['seconds']['copy'] / 1e12:.2f}",
+    **{route: lambda row, route=route: _route(row, route) for route in ROUTES},
+    "host us": lambda row: f"{row['pack_call_host_seconds'] * 1e6:.0f}",
+}
 
 
 def options() -> Any:
@@ -33,9 +43,8 @@ def options() -> Any:
     made = harness.parser(__doc__, repeats=15)
     listed, add = harness.list_of, made.add_argument
     add("--mebibytes", type=listed(harness.at_least(1)), default=[64, 256], help="sizes of the tensors")
-    densities = [0, 0.1, 0.3, 0.5, 0.7, 0.9, 1]
-    of = "share of non-zero elements"
-    add("--densities", type=listed(harness.at_least(0.0)), default=densities, help=of)
+    add("--densities", type=listed(harness.at_least(0.0)), default=[0, 0.1, 0.3, 0.5, 0.7, 0.9, 1],
+        help="share of non-zero elements")  # fmt: skip
     return made
 
 
@@ -106,18 +115,6 @@ def _route(row: Row, route: str) -> str:
     return f"{times:.2f} {times * row['least_bytes'][route] / row['least_bytes']['copy']:.2f}"
 
 
-COLUMNS: dict[str, Any] = {
-    "dtype": "{dtype}",
-    "codec": "{codec}",
-    "MiB": lambda row: f"{row['num_bytes'] / MEBIBYTE:.0f}",
-    "density": "{density:.1f}",
-    "ratio": "{ratio:.2f}",
-    "copy TB/s": lambda row: f"{row['least_bytes']['copy'] / row['seconds']['copy'] / 1e12:.2f}",
-    **{route: lambda row, route=route: _route(row, route) for route in ROUTES},
-    "host us": lambda row: f"{row['pack_call_host_seconds'] * 1e6:.0f}",
-}
-
-
 def _graph(steps: Sequence[Callable[[], object]]) -> Callable[[], float]:
     """All ``steps`` as one replay, so that no time is the host's; it returns its seconds."""
     aside = torch.cuda.Stream()
@@ -148,8 +145,7 @@ def tensors(
     """Yield random tensors of ``sizes`` bytes, their codec, and what a row says of them.
 
     Integers and booleans are for narrow, and of one density; floats for zero_value, and for exponent, after
-    zero_value where there are zeros.
-    """
+    zero_value where there are zeros."""
     source = torch.Generator(device).manual_seed(0)
     for name in ("float32", "bfloat16", "int64", "bool"):
         dtype = getattr(torch, name)

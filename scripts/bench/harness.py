@@ -52,11 +52,8 @@ def alternate(
     seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[Result]]:
-    """Run every side in turn; return the results of each: entries of one index are neighbours.
-
-    Args:
-        repeats: Runs of each; fewer, but at least one, where they would take longer than ``seconds``.
-    """
+    """Run every side in turn, ``repeats`` times, or once and until ``seconds`` are over; return the results
+    of each: entries of one index are neighbours."""
     results: dict[Key, list[Result]] = {name: [] for name in sides}
     start = clock()
     for number in range(repeats):
@@ -158,8 +155,7 @@ def train_config(
 ) -> TrainConfig:
     """Compose the job that KEY=VALUE options describe, checked as ``penstock train`` checks it.
 
-    Args: defaults: of what is not typed; fixed: what the bench needs, which may not be typed.
-    """
+    Args: defaults: of what is not typed; fixed: what the bench needs, which may not be typed."""
     keys, fixed = {item.partition("=")[0].lstrip("+") for item in typed}, fixed or {}
     for key in keys & fixed.keys():
         raise ConfigError(f"this bench trains with {key}={fixed[key]}; drop {key}=")
@@ -203,8 +199,7 @@ def measure_on_ranks(
 ) -> Any:
     """Run ``rank`` of a topic's file on every rank; return what rank 0 saved as ``measured.json``.
 
-    Args: facts: what else ``options`` has there; places: where ranks run, see ``start_ranks``.
-    """
+    Args: facts: what else ``options`` has there; places: where ranks run, see ``start_ranks``."""
     shared = {name: value for name, value in vars(options).items() if name != "results"} | dict(facts or {})
     save_json(folder.path / "options.json", shared)
     (folder.path / "plans").mkdir(exist_ok=True)
@@ -252,8 +247,7 @@ def show(
 ) -> None:
     """Print a table of rows, the first ``left`` columns flush left.
 
-    Args: columns: by heading a format of the row's fields, or a function; without its field a cell is empty.
-    """
+    Args: columns: by heading a format of the row's fields, or a function; without it a cell is empty."""
     table = Table(title=title or None, title_justify="left")
     for number, heading in enumerate(columns):
         table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)

@@ -63,6 +63,16 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072", "GLIBC_TUNABLES": "glibc.mall
 
 FRAME_BYTES = 8 << 20
 Side = tuple[str, str]  # a contestant, and its limit as it is typed
+COLUMNS: dict[str, Any] = {
+    "contestant": "{contestant}",
+    "limit": "{limit}",
+    "s / step": lambda row: f"killed after {row['steps']}" if row.get("killed") else f"{row['seconds']:.3f}",
+    "bound": "{bound:.3f}",
+    "of bound": lambda row: f"{row['of_bound']:.2f}x ({spread(row['of_bound_of_pairs'])})",
+    "peak": lambda row: show_bytes(row["peak_bytes"]),
+    "written": lambda row: show_bytes(row["bytes_written"]),
+    "read": lambda row: show_bytes(row["bytes_read"]),
+}
 
 
 def options() -> Any:
@@ -164,18 +174,6 @@ def row_of(side: Side, runs: Sequence[Row], kept: Sequence[Row], speeds: Sequenc
     return row | {"bound": statistics.median(bounds)} | ratio_of_pairs(seconds, bounds, "of_bound")
 
 
-COLUMNS: dict[str, Any] = {
-    "contestant": "{contestant}",
-    "limit": "{limit}",
-    "s / step": lambda row: f"killed after {row['steps']}" if row.get("killed") else f"{row['seconds']:.3f}",
-    "bound": "{bound:.3f}",
-    "of bound": lambda row: f"{row['of_bound']:.2f}x ({spread(row['of_bound_of_pairs'])})",
-    "peak": lambda row: show_bytes(row["peak_bytes"]),
-    "written": lambda row: show_bytes(row["bytes_written"]),
-    "read": lambda row: show_bytes(row["bytes_read"]),
-}
-
-
 # Processes of runs.
 
 
@@ -275,9 +273,7 @@ def _trim() -> None:
 
 @contextlib.contextmanager
 def memory_group() -> Iterator[Path]:
-    """Make a group below the one of this process; it is gone after the block, when its processes ended.
-
-    Raises: ConfigError: this machine, or its administrator, has none to give."""
+    """Make a group below the one of this process; it is gone after the block, when its processes ended."""
     groups = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     below = next((path for _, names, path in groups if "memory" in names.split(",")), "")
     path = Path("/sys/fs/cgroup/memory", below.lstrip("/"), f"penstock_{secrets.token_hex(8)}")

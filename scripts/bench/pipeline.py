@@ -78,6 +78,21 @@ SCHEDULES = {
     "double_buffered": Entrant(weights="double_buffered", rival="1f1b", stream=True),
     "async_1f1b": Entrant(schedule="async_1f1b", weights="stashed", rival="1f1b", stream=True),
 }
+COLUMNS: dict[str, Any] = {
+    "link": "{link}",
+    "side": "{side}",
+    "schedule": "{schedule}",
+    "codec": "{codec}",
+    "in flight": "+{flew} ({extra_in_flight})",
+    "samples/s": "{samples_per_second:.1f}",
+    "x rival": "{speedup:.2f}",
+    "pairs": lambda row: spread(row["speedup_of_pairs"]),
+    "of sim.": "{of_simulated:.2f}",
+    "bubble": lambda row: " ".join(f"{share:.0%}" for share in row["bubble"]),
+    "versions": lambda row: " ".join(map(str, row["live_versions"])),
+    **{way: lambda row, way=way: show_bytes(row[f"bytes_sent_{way}"]) for way in DIRECTIONS},
+    "ratio": lambda row: f"{ratio(*(sum(row[n] for n in BYTES if k in n) for k in ('raw', 'sent'))):.2f}x",
+}
 
 
 def options() -> Any:
@@ -202,23 +217,6 @@ def rows_of(
         if run["simulated_seconds"]:
             rows[name]["of_simulated"] = run["simulated_seconds"] / statistics.median(run["penstock"])
     return list(rows.values())
-
-
-COLUMNS: dict[str, Any] = {
-    "link": "{link}",
-    "side": "{side}",
-    "schedule": "{schedule}",
-    "codec": "{codec}",
-    "in flight": "+{flew} ({extra_in_flight})",
-    "samples/s": "{samples_per_second:.1f}",
-    "x rival": "{speedup:.2f}",
-    "pairs": lambda row: spread(row["speedup_of_pairs"]),
-    "of sim.": "{of_simulated:.2f}",
-    "bubble": lambda row: " ".join(f"{share:.0%}" for share in row["bubble"]),
-    "versions": lambda row: " ".join(map(str, row["live_versions"])),
-    **{way: lambda row, way=way: show_bytes(row[f"bytes_sent_{way}"]) for way in DIRECTIONS},
-    "ratio": lambda row: f"{ratio(*(sum(row[n] for n in BYTES if k in n) for k in ('raw', 'sent'))):.2f}x",
-}
 
 
 # The other side: torch's own stages and schedules, made from the same trace with the same layers as ours.

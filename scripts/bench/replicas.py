@@ -48,6 +48,21 @@ PARTS: dict[str, tuple[str, ...]] = {
     "stages": ("two stages", "three stages", "[1, 2]"),
     "exact": (ALONE, EVEN, EXACT),
 }
+SPEED_COLUMNS: dict[str, Any] = {
+    "side": "{side}",
+    "speeds": "1:{factor}",
+    "samples/s": "{samples_per_second:.0f}",
+    "summed": lambda row: f"{statistics.median(map(sum, row['summed_of_runs'])):.0f}",
+    "share": lambda row: f"{row['share']:.2f} ({spread(row['share_of_pairs'])})",
+    "at most": "{bound:.2f}",
+}
+TURN_COLUMNS: dict[str, Any] = {
+    "side": "{side}",
+    "ranks": "{ranks}",
+    "step": "{seconds:.3f} s",
+    "as fast": lambda row: f"{row['speedup']:.2f}x ({spread(row['speedup_of_pairs'])})",
+    "predicted": "{predicted:.3f} s",
+}
 
 
 def options() -> Any:
@@ -123,23 +138,6 @@ def turn_rows(found: Mapping[str, Any], plans: Mapping[str, Plan]) -> list[dict[
         row |= {"predicted": simulate_plan(plans[name], step_programs(plans[name])).seconds}
         rows.append(row | {"seconds_of_runs": seconds} | ratio_of_pairs(first, seconds))
     return rows
-
-
-SPEED_COLUMNS: dict[str, Any] = {
-    "side": "{side}",
-    "speeds": "1:{factor}",
-    "samples/s": "{samples_per_second:.0f}",
-    "summed": lambda row: f"{statistics.median(map(sum, row['summed_of_runs'])):.0f}",
-    "share": lambda row: f"{row['share']:.2f} ({spread(row['share_of_pairs'])})",
-    "at most": "{bound:.2f}",
-}
-TURN_COLUMNS: dict[str, Any] = {
-    "side": "{side}",
-    "ranks": "{ranks}",
-    "step": "{seconds:.3f} s",
-    "as fast": lambda row: f"{row['speedup']:.2f}x ({spread(row['speedup_of_pairs'])})",
-    "predicted": "{predicted:.3f} s",
-}
 
 
 class Side:

@@ -48,9 +48,7 @@ def parse_link(value: str) -> Link:
 
 @contextlib.contextmanager
 def joined(link: Link, *, ranks: int = 2) -> Iterator[list[list[str]]]:
-    """Set the link up; yield, for each of its ranks, the command that runs another one at its end.
-
-    Raises: TransportError: this machine does not allow it."""
+    """Set the link up; yield, for each of its ranks, the command that runs another one at its end."""
     if link.rate is None:
         yield [[] for _ in range(ranks)]
         return

@@ -78,10 +78,8 @@ class Drawing(TorchFunctionMode):
 def drawing_calls(
     model: nn.Module, batch: Batch, layers: Collection[str], names: Sequence[str]
 ) -> dict[int, str]:
-    """The numbers of the calls that draw, each with the name of its layer (``names``, in running order).
-
-    Args:   model: a copy, which is run.
-    Raises: AssertionError: there are not as many calls as names."""
+    """The numbers of the calls that draw, each with the name of its layer (``names``, in running order), by a
+    run of ``model``."""
     drawing = Drawing({model.get_submodule(path) for path in layers}, {})
     drawing.run(model, batch)
     assert len(drawing.drew) == len(names), f"{len(drawing.drew)} calls draw, {len(names)} layers do"

@@ -17,9 +17,7 @@ Batch = Mapping[str, torch.Tensor]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """``make()`` builds it, with random weights; ``batch(n)`` is n samples by name, one that is called x by
-    position.
-
-    ``skip`` says why it is not tried here, "" if it is."""
+    position; ``skip`` says why it is not tried here."""
 
     name: str
     library: str
