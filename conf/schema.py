@@ -207,26 +207,20 @@ class ReplicasConfig:
             )
 
     @property
-    def auto(self) -> bool:
-        """True if the planner chooses them."""
-        return self.count == AUTO
-
-    @property
     def several(self) -> bool:
         """True if a stage may have more than one."""
         return self.count != 1
 
     def num_stages(self, ranks: int) -> int:
         """Return the least number of stages on so many ranks."""
-        if self.auto:
+        if self.count == AUTO:
             return 1
         return len(self.count) if isinstance(self.count, list) else max(1, ranks // self.count)
 
     def of_stages(self, num_stages: int) -> list[int]:
         """Return the least number that each stage has."""
-        if self.auto:
-            return [1] * num_stages
-        return list(self.count) if isinstance(self.count, list) else [self.count] * num_stages
+        count = 1 if self.count == AUTO else self.count
+        return list(count) if isinstance(count, list) else [count] * num_stages
 
 
 @dataclass

@@ -86,11 +86,11 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
             return 0
         # 1. compose and check every run
         runs = [(_compose(hydra, typed, schema, given), given) for given in _runs(typed)]
-        all_options = [checked(config, schema) for config, _ in runs]
-        for options, (_, given) in zip(all_options, runs, strict=True):
+        checks = [(checked(config, schema), given) for config, given in runs]
+        for options, given in checks:
             early(options, given)
         # 2. a sweep: Hydra composes each run anew, and calls it
-        (config, _), options = runs[0], all_options[0]
+        config, options = runs[0][0], checks[0][0]
         if typed.multirun:
             with RunFolder(path=Path(config.hydra.sweep.dir)).claim():
                 hydra.multirun(typed.config_name, call_one_of_several, typed.overrides)

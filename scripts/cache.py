@@ -73,10 +73,8 @@ def serve(options: Mapping[str, str]) -> int:
     slots = None if last_gain == "1" else int(last_gain)  # it is 1 by its formula
     policy = new_policy(options["policy"], capacity, keep=keep, last_gain=slots)
     with serving(path, policy, page_bytes=page, tell=console.warn, alone=warm_up == "alone"):
-        print(
-            f"{path}: {show_bytes(capacity)} for samples, policy={options['policy']}; Ctrl-C ends it",
-            flush=True,
-        )
+        held = f"{show_bytes(capacity)} for samples, policy={options['policy']}"
+        print(f"{path}: {held}; Ctrl-C ends it", flush=True)
         try:
             while True:
                 time.sleep(1.0)  # signal.pause() would miss a signal that comes just before it
@@ -138,18 +136,11 @@ def view(state: Mapping[str, Any]) -> RenderableType:
     for name in ("data", "epoch", "done", "connections", "hits", "of all", "from cache", "holds", "ends in"):
         table.add_column(name, justify="right", no_wrap=name != "data", overflow="fold")
     for job in jobs:
-        table.add_row(
-            escape(job["job"]),
-            escape(job["data"]),
-            f"{job['epoch'] + 1}/{job['epochs']}",
-            f"{job['progress']:.0%}",
-            str(job["connections"]),
-            str(job["hits"]),
-            f"{job['hits'] / job['uses']:.1%}" if job["uses"] else "-",
-            show_bytes(job["hit_bytes"]),
-            show_bytes(job["held_bytes"]),
-            clock(job["finish_seconds"]) if job["finish_seconds"] is not None else "-",
-        )
+        row = [escape(job["job"]), escape(job["data"]), f"{job['epoch'] + 1}/{job['epochs']}"]
+        row += [f"{job['progress']:.0%}", str(job["connections"]), str(job["hits"])]
+        row += [f"{job['hits'] / job['uses']:.1%}" if job["uses"] else "-", show_bytes(job["hit_bytes"])]
+        ends = job["finish_seconds"]
+        table.add_row(*row, show_bytes(job["held_bytes"]), "-" if ends is None else clock(ends))
     return Group(line, table)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,11 @@ def main(arguments: Sequence[str], **how: Any) -> int:
     from ..pipeline.run import early
     from .application import run
 
-    task = functools.partial(_train, launched=launched is not None, **how)
+    def task(config: TrainConfig, folder: RunFolder, typed: Sequence[str]) -> int:
+        from ..pipeline.run.train import train  # brings torch, which a refusal does not wait for
+
+        return train(config, folder, typed, launched=launched is not None, **how)
+
     return run("train", TrainConfig, task, arguments=arguments, early=early.check)
 
 
@@ -85,9 +88,3 @@ def _checked(arguments: Sequence[str], launched: Launched | None) -> Sequence[st
         return arguments
     first = places[0] if places else len(arguments)  # next to other options: flags may not part them
     return [*arguments[:first], f"ranks={launched.ranks}", *arguments[first:]]
-
-
-def _train(config: TrainConfig, folder: RunFolder, typed: Sequence[str], **how: Any) -> int:
-    from ..pipeline.run.train import train  # brings torch, which a refusal does not wait for
-
-    return train(config, folder, typed, **how)

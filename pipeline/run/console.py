@@ -41,8 +41,7 @@ class Training:
         self._console.quiet = not shown
         self._num_steps, self._before, self._done = num_steps, 0, 0
         self._raw, self._sent, self._seconds = 0, 0, 0.0
-        self._pause = SECONDS_BETWEEN_LINES
-        self._next_line = time.monotonic()  # the first step gets a line
+        self._pause, self._next_line = SECONDS_BETWEEN_LINES, time.monotonic()  # the first step gets a line
         self._bar = Progress(
             BarColumn(bar_width=None),  # takes what the rest leaves
             MofNCompleteColumn(),
@@ -64,8 +63,7 @@ class Training:
     def resume(self, step: int, again: str) -> None:
         """Go on behind ``step`` steps, which are done; ``again``: what to say of those done a second time."""
         self._before = self._done = step
-        more = f"; {again}" if again else ""
-        self.note(f"goes on behind step {step} of {self._num_steps}, from a checkpoint{more}")
+        self.note(f"goes on behind step {step} of {self._num_steps}, from a checkpoint{again}")
 
     def step(self, report: Report) -> None:
         """Show one more step."""

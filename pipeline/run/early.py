@@ -154,7 +154,7 @@ def _check_counts(config: PlanConfig, lines: Sequence[str]) -> None:
     given = None if config.cuts is None else range(len(config.cuts))
     try:
         check_asked(asked.count, idle=asked.idle, shares=shares)
-        if asked.auto:
+        if asked.count == AUTO:
             stage_counts(stages, given, ranks, most=ranks)
         elif asked.several:
             known = {"stages": stages, "ranks": ranks, "given": given, "schedule": config.schedule}
@@ -213,7 +213,7 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     counts = config.replicas.of_stages(config.num_stages)
     check_mirror(prediction=config.prediction, parameters_tier=tier)
     check_replicas(dealt(counts), **asks, micro_batches=config.micro_batches)
-    if config.replicas.auto:
+    if config.replicas.count == AUTO:
         check_divided("replicas.count=auto", **asks)
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):

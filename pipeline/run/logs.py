@@ -129,21 +129,17 @@ def shares_log(
         return
     with JsonLog(path, tell=tell, first=pipe.num_steps) as log:
 
-        def append() -> bool:
+        def append(report: Report | None = None) -> None:
             shares = [list(own) for own in pipe.plan.shares]
             if shares == log.last.get("shares"):
-                return False
+                return
             log.append({"step": pipe.num_steps, "shares": shares, "cuts": list(pipe.plan.cuts)})
-            return True
-
-        def after(report: Report) -> None:
-            if append():
-                shares = enumerate(pipe.plan.shares)
-                stages = ", ".join(f"stage {stage} {list(own)}" for stage, own in shares if len(own) > 1)
+            if report:
+                stages = ", ".join(f"stage {stage} {own}" for stage, own in enumerate(shares) if len(own) > 1)
                 tell(f"shares of replicas behind step {report.step + 1}: {stages}")
 
         append()
-        yield after
+        yield append
 
 
 def _table(folder: Path, first: int, options: Mapping[str, Any]) -> Logger:

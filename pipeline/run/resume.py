@@ -95,10 +95,8 @@ def resolve(
     options = checkpoint.notes.get("config")
     kept = options.get("threads") if threads is None and isinstance(options, Mapping) else None
     if type(kept) is int and 0 < kept != config.threads:  # other numbers of them make other sums
-        tell(
-            f"goes on with threads={kept} as the checkpoint, for the same bits; threads={config.threads} "
-            "would use all cores"
-        )
+        others = f"threads={config.threads} would use all cores"
+        tell(f"goes on with threads={kept} as the checkpoint, for the same bits; {others}")
         config.threads = kept
         torch.set_num_threads(kept)
     check(config, checkpoint.notes, tell)
@@ -150,7 +148,7 @@ def take_over(
         last = read_lines(metrics)[-1]["step"]
     repeated = max(0, last + 1 - step)
     steps = f"steps {step + 1}-{step + repeated} are" if repeated > 1 else f"step {step + 1} is"
-    progress.resume(step, f"{steps} done again, in metrics.jsonl too" if repeated else "")
+    progress.resume(step, f"; {steps} done again, in metrics.jsonl too" if repeated else "")
     return notes, {"path": str(folder), "step": step, "repeated_steps": repeated}
 
 

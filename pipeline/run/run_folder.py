@@ -87,10 +87,8 @@ class RunFolder:
             if self.summary.exists():
                 kept = "already holds a finished run; choose another folder or remove it"
             elif self.whole_checkpoints() and not resumes:
-                kept = (
-                    "holds checkpoints of a run that did not finish; go on with it by resume=auto, or choose "
-                )
-                kept += "another folder"
+                kept = "holds checkpoints of a run that did not finish; go on with it by resume=auto, or "
+                kept += "choose another folder"
             elif self.model.exists() and not resumes:
                 kept = f"already holds trained weights, {self.model.name}; choose another folder or move them"
             if kept:

@@ -17,9 +17,6 @@ def warmup(optimizer: Optimizer, total_steps: int, *, warm_up: float = 0.1, fina
     Args:
         warm_up: Part of the steps that goes up; of 1 or more, that many steps.
         final: Part of the learning rate that the last step has.
-
-    Raises:
-        ConfigError: They are below 0, or the way up is longer than the run.
     """
     steps = round(warm_up * total_steps) if warm_up < 1 else int(warm_up)
     if not 0 <= steps <= total_steps or not 0 <= final <= 1:

@@ -56,13 +56,8 @@ def planning(world: World | None) -> Iterator[None]:
 
 def publish(world: World, config: TrainConfig, plan: Plan, folder: RunFolder) -> None:
     """Give the others what rank 0 decided."""
-    message = {
-        "plan": plan.to_json(),
-        "threads": config.threads,
-        "resumes": config.resume is not None,
-        "folder": folder.path.name,
-        "record": _digest(folder),
-    }
+    message = {"plan": plan.to_json(), "threads": config.threads, "resumes": config.resume is not None}
+    message |= {"folder": folder.path.name, "record": _digest(folder)}
     Agreement(world).exchange(_AT, message)
     with Agreement(world).all_or_none("its run folder"):
         pass

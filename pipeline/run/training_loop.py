@@ -213,22 +213,19 @@ def loader(
 
 def run_epochs(
     pipe: Pipeline,
-    config: TrainConfig,
     ahead: Course,
     loader: BatchLoader,
-    *,
     judge: Judge,
-    see: Sequence[Callable[[Report], None]],
+    *,
+    see: Sequence[Callable[[Report], object]],
     between: Callable[[], None],
-    log: Sequence[Callable[[int, Mapping[str, float]], None]],
-    note: Callable[[str], None],
-    best: Callable[[], None],
+    tested: Callable[[int, range, Mapping[str, float]], None],
 ) -> dict[str, float]:
     """Take the steps that are left and the tests between them, until ``judge`` ends it; return the results of
     the test after the last step, if there was one.
 
     Args: see: are called with the report of every step; between: every ``BETWEEN`` batches of a test;
-          log: with the last step and the results of a test; best: behind the best one."""
+          tested: with an epoch, its batches since the test before, and the results of a test."""
     test: dict[str, float] = {}
     for epoch, numbers in ahead.by_test():
         for number in numbers:
@@ -238,16 +235,8 @@ def run_epochs(
                 if judge.ended:
                     return {}
         test = evaluate(pipe, map(loader.take, ahead.test()), between=between)
-        if not test:
-            continue
-        for one in log:
-            one(pipe.num_steps - 1, test)
-        known = f"test accuracy {test['accuracy']:.2%}, " if "accuracy" in test else ""
-        within = numbers.stop < ahead.steps_of_an_epoch and pipe.num_steps < ahead.steps
-        where = f"step {pipe.num_steps}/{ahead.steps}" if within else f"epoch {epoch + 1}/{config.epochs}"
-        note(f"{where}: {known}test loss {test['loss']:.4f}")
-        if judge.test(test, pipe.num_steps) and config.checkpoint.best:
-            best()
+        if test:
+            tested(epoch, numbers, test)
         if judge.ended:
             break
     return test
@@ -297,6 +286,17 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         if asked := int(max(row[0] for row in rows)):
             stop(asked)
 
+    def tested(epoch: int, numbers: range, test: Mapping[str, float]) -> None:
+        """Write and show the results of a test, and keep a checkpoint of the best one."""
+        loggers.test(pipe.num_steps - 1, test)
+        metrics.amend(pipe.num_steps - 1, numbers_of_test(test))
+        known = f"test accuracy {test['accuracy']:.2%}, " if "accuracy" in test else ""
+        within = numbers.stop < ahead.steps_of_an_epoch and pipe.num_steps < ahead.steps
+        where = f"step {pipe.num_steps}/{ahead.steps}" if within else f"epoch {epoch + 1}/{config.epochs}"
+        tell(f"{where}: {known}test loss {test['loss']:.4f}")
+        if judge.test(test, pipe.num_steps) and config.checkpoint.best:
+            kept.best()
+
     num_steps, first = count_steps(config, samples), pipe.rank == 0
     totals = Totals(num_stages=plan.num_stages)
     mark = folder.mark() if first else None
@@ -326,9 +326,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             see += [foretell(plan, tell), overrun(plan, tell)]
             see += [loggers.step, judge.step, kept.after]
             see += [lambda report: stop(report.asked) if report.asked else None, log_shares]
-            log = [loggers.test, lambda step, results: metrics.amend(step, numbers_of_test(results))]
-            more = {"judge": judge, "see": see, "between": between, "log": log, "note": tell}
-            test = run_epochs(pipe, config, ahead, batches, best=kept.best, **more)
+            test = run_epochs(pipe, ahead, batches, judge, see=see, between=between, tested=tested)
     pipe.drain()
     data = pipe.world.all_gather_json(batches.figures, at="the end of its data")
     spans, flows = pipe.timeline(), pipe.flows()

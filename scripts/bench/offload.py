@@ -302,9 +302,7 @@ def held_bytes(group: Path) -> int:
 
 
 def set_limit(group: Path, num_bytes: int) -> None:
-    """Hold a group below ``num_bytes``, swap included where it is counted; -1: no limit.
-
-    Raises: OSError: it holds more already."""
+    """Hold a group below ``num_bytes``, swap included where it is counted; -1: no limit."""
     names = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
     for name in names if num_bytes >= 0 else reversed(names):
         with contextlib.suppress(*([OSError] if "memsw" in name else [])):

@@ -101,7 +101,8 @@ def options() -> Any:
     listed, count, add = harness.list_of, harness.at_least(1), made.add_argument
     names = listed(known=[ALL, *SCHEDULES])
     add("--schedules", type=names, help=f"race schedules instead of codecs: all, or {', '.join(SCHEDULES)}")
-    add("--codecs", type=listed(_codec), default=["raw", "zero_value", "auto"],
+    codec = lambda name: check_name(name) or name  # noqa: E731
+    add("--codecs", type=listed(codec), default=["raw", "zero_value", "auto"],
         help="codecs of Penstock, a contestant each; for schedules the first")  # fmt: skip
     depth = lambda text: AUTO if text == AUTO else harness.at_least(0)(text)  # noqa: E731
     add("--extra-in-flight", type=listed(depth), default=[0, AUTO],
@@ -113,11 +114,6 @@ def options() -> Any:
     seconds = "a run has fewer steps where steps would take longer than this"
     add("--seconds", type=harness.at_least(0.0), default=4.0, help=seconds)
     return made
-
-
-def _codec(name: str) -> str:
-    check_name(name)
-    return name
 
 
 def bench(asked: Options, path: Path) -> Results:

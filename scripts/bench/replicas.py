@@ -168,7 +168,6 @@ class Side:
         for _ in range(steps if self.here else 0):
             self.last = self.pipe.step(*next(self.batches))
         dist.barrier()
-        self.factor = 1.0
         return (time.perf_counter() - start) / steps
 
 
@@ -225,7 +224,6 @@ class Sides:
                 side.pipe.step(*next(side.batches))
                 steps += 1
             speed = steps * self.job.config.batch_size / (time.perf_counter() - start)
-            side.factor = 1.0
         return [row[0] for row in self.world.all_gather([speed])][:2]
 
     def turns(self, part: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 from torch import nn
 
 Batch = Mapping[str, torch.Tensor]
@@ -49,6 +49,4 @@ def tokens(seed: int, *shape: int, most: int = 97) -> torch.Tensor:
 
 def table() -> dict[str, Any]:
     """Networks that ``networks.yaml`` lists."""
-    file = Path(__file__).with_name("networks.yaml")
-    found: Any = OmegaConf.to_container(OmegaConf.load(str(file)))
-    return found
+    return yaml.safe_load(Path(__file__).with_name("networks.yaml").read_text())

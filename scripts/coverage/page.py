@@ -31,10 +31,8 @@ COLUMNS = {
 
 def line(row: Row) -> str:
     """A row as one line of text."""
-    aside = ("name", "result", "stages", "measure_seconds")
-    fields = [name for name in (*COLUMNS.values(), "seconds") if name in row and name not in aside]
     whys = "; ".join(f"{why[:300]}{when}" for why, when in _whys(row))
-    return f"{row['name']}: {row['result']} { {name: row[name] for name in fields} } {whys}"
+    return f"{row['name']}: {row['result']}, {row.get('seconds', 0)} s {whys}"
 
 
 def written(rows: Sequence[Row], command: str) -> str:
