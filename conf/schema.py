@@ -121,9 +121,7 @@ class CacheConfig:
         if self.share is not None and not 0 < self.share <= 1:
             raise ConfigError(f"cache.share={self.share} must be above 0 and up to 1, the whole cache")
         if self.share is not None and self.backend is not None:
-            raise ConfigError(
-                "cache.share= is for this machine's broker, not for cache.backend=; leave one out"
-            )
+            raise ConfigError("cache.share= is for this machine's broker, not cache.backend=; leave one out")
         if self.backend is not None and not self.backend.startswith(("redis://", "rediss://", "unix://")):
             raise ConfigError(
                 f"cache.backend={self.backend} is the address of a Redis server, redis://HOST:PORT/DB; leave "

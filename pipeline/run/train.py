@@ -149,8 +149,8 @@ def build_run(
     try:
         return plan, assemble(config, plan, samples, model, folder, World.alone())
     except (PlanError, ScheduleError) as error:
-        given = {"plan": config.plan, "program": config.program}
-        options = [f"{name}={value}: " for name, value in given.items() if value]
+        files = {"plan": config.plan, "program": config.program}
+        options = [f"{name}={value}: " for name, value in files.items() if value]
         raise type(error)("".join(options[:1]) + str(error)) from error
 
 

@@ -172,9 +172,9 @@ def loader(
     # 1. the broker may give first epochs their turns; no rank's wait ends meanwhile
     train, through = _share(config, samples, pipe, folder=folder, tell=tell)
     waits = False
-    while through and not pipe.world.broadcast(
-        float(pipe.rank > 0 or through.cache.has_turn()), 0, at="its turn"
-    ):
+    while through is not None:
+        if pipe.world.broadcast(float(pipe.rank > 0 or through.cache.has_turn()), 0, at="its turn"):
+            break
         if not waits:
             tell("waits until the first epoch of another job is over: the cache has warm_up=alone")
         waits = True
@@ -182,7 +182,7 @@ def loader(
     # 2. what this rank reads; where samples may be left out all of it, to leave out the same ones
     skips, needs = bool(config.data.get("skip_broken", False)), Needs()
     if not skips:
-        in_parts = not through and pipe.plan.replicas[0] > 1 and not pipe.load_balancer.follows
+        in_parts = through is None and pipe.plan.replicas[0] > 1 and not pipe.load_balancer.follows
         split = tuple(map(pipe.reads, range(pipe.plan.micro_batches))) if in_parts else ()
         reads = {"inputs": pipe.reads_inputs, "targets": pipe.reads_targets, "test": pipe.reads_tests()}
         needs = Needs(**reads, split=split)
