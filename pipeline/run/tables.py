@@ -114,12 +114,13 @@ def overrun(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]
     known: set[int] = set()
 
     def see(report: Report) -> None:
-        for one in (one for reports in report.of_ranks for one in reports if plan.memory):
-            if one.rank not in known and one.resident_bytes > MARGIN * plan.memory + UNCOUNTED:
+        memory = plan.memory or float("inf")
+        for one in (one for reports in report.of_ranks for one in reports):
+            if one.rank not in known and one.resident_bytes > MARGIN * memory + UNCOUNTED:
                 known.add(one.rank)
                 tell(
                     f"rank {one.rank} holds {show_bytes(one.resident_bytes)} more than before the run, "
-                    f"which memory.device={show_bytes(plan.memory)} does not keep to; raise it, or ranks"
+                    f"which memory.device={show_bytes(memory)} does not keep to; raise it, or ranks"
                 )
 
     return see

@@ -129,7 +129,9 @@ def bench(asked: Options, path: Path) -> Results:
         def runs_of(side: Side, needed: int) -> Callable[[], Row]:
             limit = limit_bytes(side[1], needed)
             budget = None if limit is None else int(BUDGET * limit)
-            asks = {key: budget if one == LIMIT else one for key, one in CONTESTANTS[side[0]].items()}
+            asks: dict[str, Any] = {
+                key: budget if one == LIMIT else one for key, one in CONTESTANTS[side[0]].items()
+            }
             asks |= {"codec": config.codec, "micro_batches": config.micro_batches}
             plan = partition(profile, stages=1, ranks=1, **asks)
             name = f"{side[0]}_{limit}"
