@@ -192,11 +192,7 @@ def _weights_and_biases(folder: Path, first: int, options: Mapping[str, Any]) ->
     return write, run.finish
 
 
-LOGGERS: Mapping[str, Callable[[Path, int, Mapping[str, Any]], Logger]] = {
-    "csv": _table,
-    "tensorboard": _tensorboard,
-    "wandb": _weights_and_biases,
-}
+LOGGERS = {"csv": _table, "tensorboard": _tensorboard, "wandb": _weights_and_biases}
 
 
 class Loggers:

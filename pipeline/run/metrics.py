@@ -231,8 +231,7 @@ def tier_rows(
                 "bytes_kept": sum(total["bytes_saved_kept"] for total in moved),
                 "exposed_seconds": sum(total["exposed_seconds"] for total in waited),
                 "held_up_seconds": first["held_up_seconds"] if device else 0.0,
-                "slots_bytes": first["slots_bytes"] if device else 0,
-                "slots_live_bytes": first["slots_live_bytes"] if device else 0,
+                **{name: first[name] if device else 0 for name in ("slots_bytes", "slots_live_bytes")},
                 "budget_bytes": budget if device else None,
             })  # fmt: skip
     return rows

@@ -149,14 +149,9 @@ class Course:
 
 def course(config: TrainConfig, samples: Samples, *, done: int) -> Course:
     """Return what is left of a run that has ``done`` so many steps."""
-    return Course(
-        epochs=config.epochs,
-        steps=count_steps(config, samples),
-        steps_of_an_epoch=steps_of_an_epoch(config, samples),
-        tests=0 if samples.test is None else samples.num_batches("test", batch_size=config.batch_size),
-        done=done,
-        every=config.eval.every or 0,
-    )
+    tests = 0 if samples.test is None else samples.num_batches("test", batch_size=config.batch_size)
+    counts = {"steps": count_steps(config, samples), "steps_of_an_epoch": steps_of_an_epoch(config, samples)}
+    return Course(epochs=config.epochs, tests=tests, done=done, every=config.eval.every or 0, **counts)
 
 
 def loader(

@@ -48,14 +48,14 @@ from penstock.stages.tracing.tracer import trace
 from penstock.stages.units import parse_bytes, show_bytes
 
 KEPT, SPEED, NONE = "kept", "disk speed", "none"
-# What stands for a contestant's budget, and its share of the limit: a layer and the allocator need the rest.
-LIMIT, BUDGET = "$limit", 0.7
+# Contestants with a budget, and its share of the limit: a layer and the allocator need the rest.
+WITHIN, BUDGET = ("auto",), 0.7
 # Options of ``partition`` by contestant.
 CONTESTANTS: dict[str, dict[str, Any]] = {
     KEPT: {},
     "disk": {"tier": "disk"},
     "disk_parameters": {"tier": "disk", "parameters_tier": "disk"},
-    "auto": {"memory": LIMIT, "tier": "auto", "parameters_tier": "auto"},
+    "auto": {"tier": "auto", "parameters_tier": "auto"},
 }
 # Lets a process shrink as its tensors do: else glibc keeps blocks between others. That costs page faults, so
 # what keeps everything runs without.
@@ -129,10 +129,8 @@ def bench(asked: Options, path: Path) -> Results:
         def runs_of(side: Side, needed: int) -> Callable[[], Row]:
             limit = limit_bytes(side[1], needed)
             budget = None if limit is None else int(BUDGET * limit)
-            asks: dict[str, Any] = {
-                key: budget if one == LIMIT else one for key, one in CONTESTANTS[side[0]].items()
-            }
-            asks |= {"codec": config.codec, "micro_batches": config.micro_batches}
+            asks: dict[str, Any] = {"codec": config.codec, "micro_batches": config.micro_batches}
+            asks |= CONTESTANTS[side[0]] | ({"memory": budget} if side[0] in WITHIN else {})
             plan = partition(profile, stages=1, ranks=1, **asks)
             name = f"{side[0]}_{limit}"
             plan.save(folder.path / "plans" / f"{name}.json")
@@ -144,7 +142,7 @@ def bench(asked: Options, path: Path) -> Results:
         sides: list[Side] = [(KEPT, limit) for limit in dict.fromkeys([NONE, *asked.limits])]
         # A budget is derived from a limit, so a side that has one does not run without.
         pairs = [(name, limit) for limit in asked.limits for name in asked.contestants]
-        sides += [side for side in pairs if side[1] != NONE or LIMIT not in CONTESTANTS[side[0]].values()]
+        sides += [side for side in pairs if side[1] != NONE or side[0] not in WITHIN]
         print(f"{facts['model']} needs {show_bytes(needed)}; {len(sides)} sides take turns", flush=True)
         turns: dict[Any, Callable[[], Row]] = {side: runs_of(side, needed) for side in sides}
         turns[SPEED] = lambda: try_disk(asked.path, asked.speed_bytes)

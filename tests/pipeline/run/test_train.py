@@ -415,6 +415,6 @@ def test_a_run_gives_its_device_to_the_pipeline(on_gpu, monkeypatch):
     monkeypatch.setattr(train, "Pipeline", lambda model, plan, **given: given)
     monkeypatch.setattr(train, "count_updates", lambda config, samples: 1)
     config: Any = TrainConfig(loss_scale=8.0, optimizer={"_target_": "torch.optim.SGD", "lr": 0.1})
-    arguments: Any = [None] * 3
-    made: Any = train.assemble(config, *arguments, RunFolder(path=Path("run")), world=None)
+    none: Any = None
+    made: Any = train.assemble(config, none, none, none, RunFolder(path=Path("run")), world=None)
     assert made["device"] is device
