@@ -12,32 +12,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from .building_blocks import check, check_no_extra
+from .building_blocks import check
 from .instruction import Instruction, Op
 
 
 def async_1f1b(
     stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, *, extra_in_flight: int = 0
 ) -> list[list[Instruction]]:
-    """One program per rank, from an empty pipeline to an empty one, with an update after each backward.
-
-    Raises:  ScheduleError: fewer than one micro-batch, an extra, or stages that are no neighbours.
-    """
+    """One program per rank, from an empty pipeline to an empty one, with an update after each backward."""
     # rank 0   F0 .. F1 B0 F2 B1 .. B2          half ticks: F of m at 2m + stage
     # rank 1   .. F0 B0 F1 B1 F2 B2 ..                      B of m at 2m + 2 stages - 1 - stage
-    check(stages_of_rank, num_micro_batches, extra_in_flight)
-    check_no_extra("async_1f1b", extra_in_flight)
-    num_stages = sum(map(len, stages_of_rank))
-    return [
-        with_updates(stream(stages, num_stages=num_stages, fed=num_micro_batches))
-        for stages in stages_of_rank
-    ]
-
-
-def time_of(instruction: Instruction, num_stages: int) -> int:
-    """The half tick of an F or a B, with micro-batches numbered since the pipeline was empty."""
-    assert instruction.micro_batch is not None, "an update has no time of its own"
-    return 2 * instruction.micro_batch + _offset(instruction.stage, instruction.op, num_stages)
+    check(stages_of_rank, num_micro_batches, extra_in_flight, fixed="async_1f1b")
+    fed = StreamState(num_stages=sum(map(len, stages_of_rank)), each=True, ends=(num_micro_batches,))
+    return [between(stages, fed) for stages in stages_of_rank]
 
 
 def stream(
@@ -48,33 +35,21 @@ def stream(
     Slices that meet make the whole; ``stop=None`` is the drain. At equal times B comes before F. The work is
     that of the slice, however long the stream has been.
     """
+    return [instruction for _, instruction in _timed(stages, num_stages, fed, start, stop)]
+
+
+def _timed(
+    stages: Iterable[int], num_stages: int, fed: int, start: int, stop: int | None
+) -> list[tuple[int, Instruction]]:
+    """The instructions of ``stream`` with the half ticks at which they begin."""
     end = 2 * (fed + num_stages) if stop is None else stop
     found = [
-        Instruction(stage, op, index)
+        (2 * index + offset, Instruction(stage, op, index))
         for stage in stages
-        for op in (Op.B, Op.F)
-        for offset in [_offset(stage, op, num_stages)]
-        for index in range(max(0, _half(start - offset)), min(fed, _half(end - offset)))
+        for op, offset in ((Op.B, 2 * num_stages - 1 - stage), (Op.F, stage))
+        for index in range(max(0, -((offset - start) // 2)), min(fed, -((offset - end) // 2)))
     ]
-    return sorted(found, key=lambda each: (time_of(each, num_stages), each.op is Op.F, each.stage))
-
-
-def with_updates(program: Iterable[Instruction]) -> list[Instruction]:
-    """Follow each B by the update of its stage: ``0B0 0U``."""
-    return [
-        step
-        for each in program
-        for step in ([each, Instruction(each.stage, Op.U)] if each.op is Op.B else [each])
-    ]
-
-
-def _offset(stage: int, op: Op, num_stages: int) -> int:
-    return stage if op is Op.F else 2 * num_stages - 1 - stage
-
-
-def _half(ticks: int) -> int:
-    """The first micro-batch that is not before: half, rounded up."""
-    return -(-ticks // 2)
+    return sorted(found, key=lambda item: (item[0], item[1].op is Op.F, item[1].stage))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +90,11 @@ def between(
     #   stage 1      F0    F1 B0U F2 B1U   B2U
     #   stage 2         F0 B0U F1 B1U F2 B2U
     own = sorted(stages)
-    program = stream(own, num_stages=fed.num_stages, fed=fed.number, start=start, stop=stop)
+    timed = _timed(own, fed.num_stages, fed.number, start, stop)
     if fed.each:
-        return with_updates(program)
+        pairs = ((i, Instruction(i.stage, Op.U)) if i.op is Op.B else (i,) for _, i in timed)
+        return [instruction for pair in pairs for instruction in pair]
     # At one time the updates come first.
     due = [time for time in map(fed.due, fed.ends) if start <= time and (stop is None or time < stop)]
-    timed = [(time, Instruction(stage, Op.U)) for time in due for stage in own]
-    timed += [(time_of(instruction, fed.num_stages), instruction) for instruction in program]
-    return [instruction for _, instruction in sorted(timed, key=lambda item: item[0])]
+    updates = [(time, Instruction(stage, Op.U)) for time in due for stage in own]
+    return [instruction for _, instruction in sorted([*updates, *timed], key=lambda item: item[0])]

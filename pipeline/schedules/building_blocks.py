@@ -104,21 +104,20 @@ class Ascending:
         for op in map(Op, ops):
             index = self._taken[stage, Op.I if op is Op.B else op]
             self._taken.update((stage, half) for half in ((Op.I, Op.W) if op is Op.B else (op,)))
-            if index < self._num_micro_batches:
-                self._append(Instruction(stage, op, index))
-
-    def _append(self, instruction: Instruction) -> None:
-        stage, index = instruction.stage, instruction.micro_batch
-        inputs = Instruction(stage, Op.I, index)
-        if instruction.op is Op.W and self.program[-1] == inputs and stage not in self._waited_for:
-            self.program[-1] = Instruction(stage, Op.B, index)
-        else:
-            self.program.append(instruction)
+            if index >= self._num_micro_batches:
+                continue
+            inputs = Instruction(stage, Op.I, index)
+            if op is Op.W and self.program[-1] == inputs and stage not in self._waited_for:
+                self.program[-1] = Instruction(stage, Op.B, index)
+            else:
+                self.program.append(Instruction(stage, op, index))
 
 
-def check(stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra_in_flight: int) -> None:
-    """Refuse what no schedule of neighbours can run; raises ScheduleError naming the value."""
-    check_counts(num_micro_batches, extra_in_flight)
+def check(
+    stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra_in_flight: int, *, fixed: str = ""
+) -> None:
+    """Refuse what no schedule of neighbours can run, and what ``check_counts`` does; raises ScheduleError."""
+    check_counts(num_micro_batches, extra_in_flight, fixed=fixed)
     expected = 0
     for rank, stages in enumerate(stages_of_rank):
         if not stages or list(stages) != list(range(expected, expected + len(stages))):
@@ -130,8 +129,9 @@ def check(stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra
         expected += len(stages)
 
 
-def check_counts(num_micro_batches: int, extra_in_flight: int) -> None:
-    """Refuse a step without micro-batches and a negative extra; raises ScheduleError naming the value."""
+def check_counts(num_micro_batches: int, extra_in_flight: int, *, fixed: str = "") -> None:
+    """Refuse a step without micro-batches, a negative extra, and any where the order of ``fixed``, a
+    schedule, has no room for it; raises ScheduleError."""
     if num_micro_batches < 1:
         raise ScheduleError(
             f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}; use 1 or more"
@@ -141,13 +141,21 @@ def check_counts(num_micro_batches: int, extra_in_flight: int) -> None:
             f"extra_in_flight counts micro-batches beyond the schedule's own, found "
             f"extra_in_flight={extra_in_flight}; use 0 or more"
         )
+    if fixed and extra_in_flight:
+        raise ScheduleError(
+            f"{fixed} has as many micro-batches in flight as its order takes, found "
+            f"extra_in_flight={extra_in_flight}; leave it at 0 or take schedule=1f1b"
+        )
 
 
-def check_layout(schedule: str, stages_of_rank: Sequence[Sequence[int]]) -> None:
-    """Refuse stages that do not lie as the schedule needs them (loop, vee); raises ScheduleError."""
-    num_ranks = len(stages_of_rank)
+def check_layout(
+    schedule: str, stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra_in_flight: int
+) -> None:
+    """Refuse stages that do not lie as the schedule needs them (loop, vee), and what ``check_counts`` does;
+    raises ScheduleError."""
+    check_counts(num_micro_batches, extra_in_flight, fixed=schedule)
     try:
-        rank_of = placement(schedule, stages=sum(map(len, stages_of_rank)), ranks=num_ranks)
+        rank_of = placement(schedule, stages=sum(map(len, stages_of_rank)), ranks=len(stages_of_rank))
     except PlanError as error:
         raise ScheduleError(str(error)) from None
     for rank, (stages, wanted) in enumerate(zip(stages_of_rank, stages_on(rank_of), strict=True)):
@@ -156,12 +164,3 @@ def check_layout(schedule: str, stages_of_rank: Sequence[Sequence[int]]) -> None
                 f"{schedule} runs stages {wanted} on rank {rank}, found stages {list(stages)} there; "
                 f"give rank {rank} the stages of the schedule"
             )
-
-
-def check_no_extra(schedule: str, extra_in_flight: int) -> None:
-    """Refuse ``extra_in_flight`` where the order leaves no room for it; raises ScheduleError."""
-    if extra_in_flight:
-        raise ScheduleError(
-            f"the order of {schedule} is fixed by its depth, found extra_in_flight={extra_in_flight}; "
-            "leave it at 0 or take schedule=1f1b"
-        )

@@ -19,29 +19,15 @@ _DERIVED = re.compile(  # what the engine does of its own accord
 )
 
 
-def show_programs(programs: Sequence[Sequence[Instruction]]) -> str:
-    """One line per rank: ``"0F0 0B0\\n1F0 1B0"``; ``parse_programs`` reads it back."""
-    return "\n".join(map(show, programs))
-
-
 def parse_programs(text: str) -> list[list[Instruction]]:
     """Read lines of instructions; what follows a ``#`` and empty lines are skipped. Raises ScheduleError."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return [parse_program(line) for line in lines if line]
 
 
-def show_csv(programs: Sequence[Sequence[Instruction]]) -> str:
-    """One row per rank, one instruction a cell; ``parse_csv`` and torch read it back (torch knows no U)."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(programs)
-    return text.getvalue()
-
-
 def parse_csv(text: str) -> list[list[Instruction]]:
-    """Read our CSV or torch's: empty cells and actions of communication are skipped, groups taken apart.
-
-    Raises:  ScheduleError: a cell that is none of these.
-    """
+    """Read a CSV, ours or torch's: empty cells and actions of communication are skipped, groups taken apart;
+    raises ScheduleError for other cells."""
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
     except csv.Error as error:
@@ -50,10 +36,8 @@ def parse_csv(text: str) -> list[list[Instruction]]:
 
 
 def load_program(path: str | Path) -> tuple[str, ...]:
-    """The lines of a custom schedule, as a plan keeps them, from a ``.csv`` or a text file.
-
-    Raises:  ScheduleError: the file, which it names, cannot be read, is empty or holds something else.
-    """
+    """The lines of a custom schedule, as a plan keeps them, from a ``.csv`` or a text file; raises
+    ScheduleError, which names the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -87,18 +71,11 @@ def custom(
     extra_in_flight: int = 0,
     program: Sequence[str] = (),
 ) -> list[list[Instruction]]:
-    """The programs in the lines of ``program``; a step of fewer micro-batches leaves out the others.
-
-    Raises:  ScheduleError: no lines, words that are no instructions, U (each step ends with it), lines for
-             other stages, other ranks or fewer micro-batches; an extra, which is for the lines to hold.
-    """
+    """The programs in the lines of ``program``; a step of fewer micro-batches leaves out the others;
+    raises ScheduleError for lines that do not suit the plan."""
     # "0F0 0F1 0B0 0B1"          rank 0   F0 F1 .. B0 .. B1
     # "1F0 1B0 1F1 1B1"          rank 1   .. F0 B0 F1 B1 ..
-    check_counts(num_micro_batches, extra_in_flight)
-    if extra_in_flight:
-        raise ScheduleError(
-            f"a custom schedule runs as it is written, found extra_in_flight={extra_in_flight}; leave it at 0"
-        )
+    check_counts(num_micro_batches, extra_in_flight, fixed="custom")
     if not program:
         raise ScheduleError("a custom schedule is one line for each rank, found none; give program=")
     programs = parse_programs("\n".join(program))
@@ -108,20 +85,17 @@ def custom(
             f"a custom schedule places its own stages, found {found} in its lines and "
             f"{[list(stages) for stages in stages_of_rank]} in the plan; make the plan anew with these lines"
         )
-    numbers = [_number(instruction) for line in programs for instruction in line]
-    written = 1 + max(numbers)
+    numbers = [instruction.micro_batch for line in programs for instruction in line]
+    if None in numbers:
+        update = next(each for line in programs for each in line if each.micro_batch is None)
+        raise ScheduleError(
+            f"every step of a custom schedule ends with the updates, found {update} in its lines; "
+            "leave it out"
+        )
+    written = 1 + max(filter(None, numbers), default=0)
     if written < num_micro_batches:
         raise ScheduleError(
             f"a custom schedule runs the micro-batches of its lines, found micro_batches={num_micro_batches} "
             f"and {written} in the lines; write more lines or lower micro_batches"
         )
-    return [[each for each in line if _number(each) < num_micro_batches] for line in programs]
-
-
-def _number(instruction: Instruction) -> int:
-    if instruction.micro_batch is None:
-        raise ScheduleError(
-            f"every step of a custom schedule ends with the updates, found {instruction} in its lines; "
-            "leave it out"
-        )
-    return instruction.micro_batch
+    return [[each for each in line if (each.micro_batch or 0) < num_micro_batches] for line in programs]

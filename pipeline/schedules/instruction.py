@@ -1,7 +1,4 @@
-"""Instructions: what a rank does next, printed and parsed as ``1F3`` (stage 1, forward, micro-batch 3).
-
-A schedule is then a list that can be read, compared with a literal, verified, drawn and run.
-"""
+"""Instructions: what a rank does next, printed and parsed as ``1F3`` (stage 1, forward, micro-batch 3)."""
 
 from __future__ import annotations
 
@@ -48,25 +45,22 @@ _WRITTEN = re.compile(r"([0-9]{1,9})(?:([FBIW])([0-9]{1,9})|(U))")
 
 def parse(text: str) -> Instruction:
     """Read ``"1F3"`` or ``"1U"``; raises ScheduleError for anything else."""
-    found = _WRITTEN.fullmatch(text)
-    if found is None:
+    if (found := _WRITTEN.fullmatch(text)) is None:
         raise ScheduleError(
             f"an instruction is a stage, F, B, I or W and a micro-batch, or a stage and U, found {text!r}; "
             "write it like 1F3 or 1U"
         )
     stage, op, micro_batch, update = found.groups()
-    if update:
-        return Instruction(int(stage), Op.U)
-    return Instruction(int(stage), Op(op), int(micro_batch))
+    return Instruction(int(stage), Op(op or update), None if update else int(micro_batch))
 
 
 def show(program: Iterable[Instruction]) -> str:
-    """Write a program in one line: ``"0F0 0F1 0B0 0B1"``; ``parse_program`` reads it back."""
+    """Write a program in one line: ``"0F0 0F1 0B0 0B1"``."""
     return " ".join(map(str, program))
 
 
 def parse_program(text: str) -> list[Instruction]:
-    """Read a program written by ``show``; raises ScheduleError naming the word it cannot read."""
+    """Read a program written by ``show``; raises ScheduleError."""
     return [parse(word) for word in text.split()]
 
 

@@ -16,8 +16,6 @@ from ...stages.stage.value_routing import Route
 from .instruction import Flow, Instruction, Op
 
 _NOTHING = FrameSpec((), torch.uint8, (), frozenset({"raw"}))
-
-
 _NO_FLOW = Flow("", "F", 0, 0)
 
 
@@ -85,12 +83,8 @@ class MicroBatchMessages:
     """The messages of one micro-batch: for every stage what its forward receives and sends, and what its
     backward does, each in the order in which they go."""
 
-    forward: tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]
-    backward: tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]
-
-    def of(self, instruction: Instruction) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """Messages that an instruction of this micro-batch receives, and those that it sends."""
-        return (self.forward if instruction.op is Op.F else self.backward)[instruction.stage]
+    forward: Sequence[tuple[tuple[Message, ...], ...]]
+    backward: Sequence[tuple[tuple[Message, ...], ...]]
 
 
 def micro_batch_messages(
@@ -121,42 +115,29 @@ def micro_batch_messages(
                 made[number, stage] if number in route.forwards else None,
                 None, Flow(value.name, "F", stage, target),
             )  # fmt: skip
-            if value.requires_grad:
-                sure = number in routes[target].returns
-                gradients.append(_gradient(message, codecs, sure=sure))
+            if not asks:
+                continue
+            # In any layout that a frame keeps: autograd decides. None may come unless the trace had one.
+            none = number not in routes[target].returns
+            promise = FrameSpec(value.shape, value.dtype, None, codecs, True, masked=masked, none=none)
+            gradients.append(
+                Message(
+                    Op.B, index, number, target, stage, masked, value.name, promise,
+                    message.raw_bytes, message.frame_bytes, ranks[::-1],
+                    None, message, Flow(value.name, "B", target, stage),
+                )
+            )  # fmt: skip
     down = [m for m in made.values() if tied or not record.values[m.value].parameter]
     inward = sorted(down, key=lambda m: m.value)
     back = sorted(gradients, key=lambda m: (-m.target, m.value))
-    stages = range(len(routes))
+
+    def at(stage: int, came: Sequence[Message], went: Sequence[Message]) -> tuple[tuple[Message, ...], ...]:
+        return tuple(m for m in came if m.target == stage), tuple(m for m in went if m.source == stage)
+
     return MicroBatchMessages(
-        forward=tuple((_to(inward, stage), _from(down, stage)) for stage in stages),
-        backward=tuple((_to(gradients, stage), _from(back, stage)) for stage in stages),
+        forward=[at(stage, inward, down) for stage in range(len(routes))],
+        backward=[at(stage, gradients, back) for stage in range(len(routes))],
     )
-
-
-def _to(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
-    return tuple(message for message in messages if message.target == stage)
-
-
-def _from(messages: Sequence[Message], stage: int) -> tuple[Message, ...]:
-    return tuple(message for message in messages if message.source == stage)
-
-
-def _gradient(down: Message, codecs: frozenset[str], *, sure: bool) -> Message:
-    """Message of the gradient of the value of ``down``.
-
-    It may have any layout that a frame keeps: autograd decides, and no probe has run it.
-
-    Args:
-        sure: True if autograd surely makes one, as the value was when traced; else None may come."""
-    promise = FrameSpec(
-        down.promise.sizes, down.promise.dtype, None, codecs, True, masked=down.masked, none=not sure
-    )
-    return Message(
-        Op.B, down.micro_batch, down.value, down.target, down.source, down.masked, down.name, promise,
-        down.raw_bytes, down.frame_bytes, (down.ranks[1], down.ranks[0]), None, down,
-        Flow(down.name, "B", down.target, down.source),
-    )  # fmt: skip
 
 
 def step_messages(
@@ -181,8 +162,9 @@ def step_messages(
     for instruction in (i for program in programs for i in program):
         if instruction.micro_batch is None or instruction.op is Op.W:
             continue
-        receives[instruction], sent = messages[instruction.micro_batch].of(instruction)
-        sends[instruction] = sent
+        own = messages[instruction.micro_batch]
+        stages = own.forward if instruction.op is Op.F else own.backward
+        receives[instruction], sends[instruction] = _, sent = stages[instruction.stage]
         most = max([most, *Counter(message.ranks[1] for message in sent).values()])
         for message in sent:
             channels.setdefault(message.ranks, []).append(message)

@@ -1,9 +1,8 @@
 """Programs of stages that may have replicas: a rank runs the micro-batches that are dealt to it.
 
-The schedule is asked for one rank in place of replicas, whose program is dealt over them.
-What is left of a legal order is a legal order; and with so many times more in flight as its smallest share
-goes into all of them, every replica has as many as a rank alone would have: with equal shares, as there are
-replicas.
+The schedule is asked for one rank in place of replicas, whose program is dealt over them: what is left of a
+legal order is a legal order. With so many times more in flight as its smallest share goes into all of them,
+every replica has as many as a rank alone would have.
 
 Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2 (round robin over the replicas of a stage)."""
 
@@ -13,7 +12,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 
 from ...compression.errors import PlanError, ScheduleError
 from ...stages.plan.plan import Plan
@@ -51,8 +50,7 @@ def check_divided(found: str, *, schedule: str, weights: str) -> None:
 
 def dealt(replicas: Sequence[int]) -> list[range]:
     """The ranks of stages that have so many replicas each, in their order; anybody may ask for many."""
-    starts = [sum(replicas[:stage]) for stage in range(len(replicas))]
-    return [range(start, start + n) for start, n in zip(starts, replicas, strict=True)]
+    return [range(*ends) for ends in pairwise(accumulate(replicas, initial=0))]
 
 
 def without(plan: Plan, rank: int | None) -> Plan | None:
@@ -77,10 +75,8 @@ def replicated(
     deepens: bool,
     shares: Sequence[tuple[int, ...]] = (),
 ) -> Schedule:
-    """``schedule`` for stages that run on these ``ranks``, each the same ones or others.
-
-    Args:    deepens: it takes micro-batches in flight beyond its own.
-             shares: those of the ranks of each stage; none: all alike."""
+    """``schedule`` for stages that run on these ``ranks``, each the same ones or others, in these ``shares``
+    (none: all alike); ``deepens``: it takes micro-batches in flight beyond its own."""
     if max(map(len, ranks)) == 1:
         return schedule
     weights = [own or (1,) * len(some) for own, some in zip_longest(shares, ranks, fillvalue=())]
@@ -103,9 +99,10 @@ def replicated(
 def as_one(plan: Plan, num_micro_batches: int, *, extra_in_flight: int) -> list[list[Instruction]]:
     """The programs in one process, which has one copy of each stage: its replicas are one there, and take
     micro-batches in ascending order."""
-    schedule = schedule_named(plan.schedule, plan.program)
     groups = _groups([stage.ranks for stage in plan.stages])
-    return schedule(groups, num_micro_batches, extra_in_flight=extra_in_flight)
+    return schedule_named(plan.schedule, plan.program)(
+        groups, num_micro_batches, extra_in_flight=extra_in_flight
+    )
 
 
 def _groups(ranks: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -122,8 +119,8 @@ Layout = Sequence[Sequence[int]]  # the stages of each rank
 
 def step_programs(plan: Plan) -> Programs:
     """The programs of one step; raises ScheduleError where the schedule does not suit the plan."""
-    schedule = schedule_of(plan)
-    return schedule(plan.stages_of_rank, plan.micro_batches, extra_in_flight=plan.extra_in_flight)
+    extra = plan.extra_in_flight
+    return schedule_of(plan)(plan.stages_of_rank, plan.micro_batches, extra_in_flight=extra)
 
 
 def endless_programs(
@@ -170,8 +167,7 @@ def filling(num_stages: int, micro_batches: int) -> int:
 def waiting(programs: Programs, *, weights: str, micro_batches: int) -> list[tuple[int, int]]:
     """For every stage the most micro-batches in flight, and the most old versions of its weights."""
     versions = live_versions(programs, weights=weights, micro_batches=micro_batches)
-    pairs = zip(live_micro_batches(programs), versions, strict=True)
-    return [(in_flight, kept - 1) for in_flight, kept in pairs]
+    return [(live, kept - 1) for live, kept in zip(live_micro_batches(programs), versions, strict=True)]
 
 
 def stages_of(programs: Programs) -> dict[int, list[Instruction]]:
@@ -193,8 +189,7 @@ def live_micro_batches(programs: Programs) -> tuple[int, ...]:
 
 
 def most_held(programs: Programs, held: Callable[[int, int], int]) -> tuple[int, ...]:
-    """The most bytes on every rank at once, if a stage with so many micro-batches live has
-    ``held(stage, number)``."""
+    """The most bytes on every rank at once, if a stage has ``held(stage, number of live micro-batches)``."""
     return tuple(max(_live(program, held)) for program in programs)
 
 
@@ -222,28 +217,19 @@ def live_versions(
 ) -> tuple[int, ...]:
     """The most versions of its weights that a stage keeps at once, the newest among them.
 
-    A version is kept from the update that made it to the last backward that needs it. ``weights`` is a policy
-    of a plan; ``micro_batches`` are those of one update where a batch makes one. Programs start at a drain.
-    """
-    stages = stages_of(programs)
-    rule, found = rule_named(weights), []
+    A version is kept from the update that made it to the last backward that needs it. ``micro_batches`` are
+    those of one update where a batch makes one. Programs start at a drain."""
+    stages, rule, found = stages_of(programs), rule_named(weights), []
     for stage, program in stages.items():
-        newest = _versions(program)
+        newest, updates = dict[int, int](), 0  # version that a micro-batch goes forward with
+        for instruction in program:
+            updates += instruction.op is Op.U
+            if instruction.op is Op.F and instruction.micro_batch is not None:
+                newest[instruction.micro_batch] = updates
         in_update = (micro_batches or len(newest)) if rule.per_batch else 1
         needs = {m: rule.version(m // in_update, stage, len(stages)) for m in newest if rule.delay}
         found.append(_most_versions(program, {m: min(newest[m], version) for m, version in needs.items()}))
     return tuple(found)
-
-
-def _versions(program: Sequence[Instruction]) -> dict[int, int]:
-    """The version that is the newest when each micro-batch goes forward."""
-    found: dict[int, int] = {}
-    updates = 0
-    for instruction in program:
-        updates += instruction.op is Op.U
-        if instruction.op is Op.F and instruction.micro_batch is not None:
-            found[instruction.micro_batch] = updates
-    return found
 
 
 def _most_versions(program: Sequence[Instruction], needs: Mapping[int | None, int]) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 from ...compression.errors import ScheduleError
 from ...stages.plan.plan import Plan
@@ -24,11 +24,8 @@ Transfer = Callable[[Message], float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A simulated step.
-
-    ``spans``: every instruction, rank by rank. ``bubble``: per rank the share of the step in which it neither
-    computes nor packs.
-    """
+    """A simulated step: the spans of every instruction, rank by rank, and per rank the share of the step in
+    which it neither computes nor packs."""
 
     spans: tuple[Span, ...]
     bubble: tuple[float, ...]
@@ -47,33 +44,29 @@ def simulate(traffic: StepMessages, *, work: Work, transfer: Transfer) -> Simula
              direction, in the order of sending. Between stages of one rank there is no link.
     Raises:  ScheduleError: the programs wait for each other.
     """
-    spans = [_span(timed) for timed in sorted(_run(traffic, work, transfer))]
+    spans = [
+        Span(rank, i.stage, i.op.value, i.micro_batch, free, start - free, end)
+        for rank, i, free, start, end in sorted(_run(traffic, work, transfer), key=itemgetter(0))
+    ]
     return Simulation(spans=tuple(spans), bubble=bubbles(spans, num_ranks=len(traffic.programs)))
 
 
 def step_seconds(traffic: StepMessages, *, work: Work, transfer: Transfer) -> float:
     """The seconds of ``simulate`` and nothing else, for a search that asks for thousands of steps."""
-    return max((timed.end for timed in _run(traffic, work, transfer)), default=0.0)
+    return max((end for *_, end in _run(traffic, work, transfer)), default=0.0)
 
 
-def simulate_plan(
-    plan: Plan, programs: Programs, *, work: Mapping[tuple[int, str], float] | None = None
-) -> Simulation:
+def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
     """Simulate what a plan predicts: tensors pass its link as they are, updates take no time but the exchange
     of gradients that replicas begin with.
 
-    I and W take half of a backward each: a plan knows only the whole.
-
-    Args:    work: seconds by (stage, op) that were measured, before those of the plan.
-    """
-    measured = {} if work is None else work
+    I and W take half of a backward each: a plan knows only the whole."""
 
     def seconds(instruction: Instruction) -> float:
         stage, op = plan.stages[instruction.stage], instruction.op
-        backward = stage.backward_seconds
-        predicted = {Op.F: stage.forward_seconds, Op.B: backward, Op.I: backward / 2, Op.W: backward / 2}
-        predicted[Op.U] = exchange_seconds(plan, instruction.stage)
-        return measured.get((instruction.stage, op.value), predicted.get(op, 0.0))
+        if op is Op.U:
+            return exchange_seconds(plan, instruction.stage)
+        return stage.forward_seconds if op is Op.F else stage.backward_seconds / (1 if op is Op.B else 2)
 
     def transfer(message: Message) -> float:
         if plan.link is None:
@@ -102,23 +95,17 @@ def exchange_seconds(plan: Plan, stage: int) -> float:
 def simulate_spans(spans: Sequence[Span]) -> Simulation:
     """Simulate what was measured, in its order: every instruction takes the median of its stage and op,
     messages no time. What is left of the bubble is the schedule's own."""
-    medians = durations(spans)
+    computed: dict[tuple[int, str], list[float]] = {}
     programs: list[list[Instruction]] = [[] for _ in range(1 + max((s.rank for s in spans), default=-1))]
     for span in sorted(spans, key=lambda span: span.start):
         programs[span.rank].append(parse(span.name))
+        computed.setdefault((span.stage, span.op), []).append(span.computing)
+    medians = {place: statistics.median(seconds) for place, seconds in computed.items()}
     return simulate(
         outline(programs),
         work=lambda instruction: medians[instruction.stage, instruction.op.value],
         transfer=lambda message: 0.0,
     )
-
-
-def durations(spans: Iterable[Span]) -> dict[tuple[int, str], float]:
-    """Median seconds of every instruction by (stage, op): packing included, waiting left out."""
-    computed: dict[tuple[int, str], list[float]] = {}
-    for span in spans:
-        computed.setdefault((span.stage, span.op), []).append(span.computing)
-    return {place: statistics.median(seconds) for place, seconds in computed.items()}
 
 
 def outline(programs: Programs) -> StepMessages:
@@ -131,11 +118,10 @@ def outline(programs: Programs) -> StepMessages:
     for sender in known:
         if sender.op not in (Op.F, Op.B, Op.I) or sender.micro_batch is None:
             continue
-        target = sender.stage + (1 if sender.op is Op.F else -1)
-        way = Op.F if sender.op is Op.F else Op.B
-        heirs = [
-            Instruction(target, op, sender.micro_batch) for op in ((Op.F,) if way is Op.F else (Op.B, Op.I))
-        ]
+        way, target, ops = Op.F, sender.stage + 1, (Op.F,)
+        if sender.op is not Op.F:
+            way, target, ops = Op.B, sender.stage - 1, (Op.B, Op.I)
+        heirs = (Instruction(target, op, sender.micro_batch) for op in ops)
         if heir := next((heir for heir in heirs if heir in known), None):
             ranks = rank_of[sender[::2]], rank_of[heir[::2]]
             message = Message(way, sender.micro_batch, 0, sender.stage, target, ranks=ranks)
@@ -143,37 +129,16 @@ def outline(programs: Programs) -> StepMessages:
     return StepMessages(programs=programs, receives=receives, sends=sends)
 
 
-class _Timed(NamedTuple):
-    """An instruction that waited from ``free``, when its rank was free, to ``start``, and ran to ``end``."""
-
-    rank: int
-    place: int
-    instruction: Instruction
-    free: float
-    start: float
-    end: float
-
-
-def _span(timed: _Timed) -> Span:
-    return Span(
-        rank=timed.rank,
-        stage=timed.instruction.stage,
-        op=timed.instruction.op.value,
-        micro_batch=timed.instruction.micro_batch,
-        start=timed.free,
-        waiting=timed.start - timed.free,
-        end=timed.end,
-    )
-
-
-def _run(traffic: StepMessages, work: Work, transfer: Transfer) -> Iterator[_Timed]:
-    """Yield every instruction as soon as its inputs are there, each rank in its order."""
+def _run(
+    traffic: StepMessages, work: Work, transfer: Transfer
+) -> Iterator[tuple[int, Instruction, float, float, float]]:
+    """Yield every instruction as soon as its inputs are there, each rank in its order: the rank, when it was
+    free, and from when until when it ran."""
     arrived: dict[Message, float] = {}
     link_free: dict[tuple[int, int], float] = {}
-    clock = [0.0] * len(traffic.programs)
-    place, ends = [0] * len(traffic.programs), [len(program) for program in traffic.programs]
+    clock, place = [0.0] * len(traffic.programs), [0] * len(traffic.programs)
     moved = True
-    while moved or (place != ends and _came(traffic, arrived)):
+    while moved:
         moved = False
         for rank, program in enumerate(traffic.programs):
             while place[rank] < len(program):
@@ -182,40 +147,22 @@ def _run(traffic: StepMessages, work: Work, transfer: Transfer) -> Iterator[_Tim
                 if any(message not in arrived for message in needed):
                     break
                 free, start = clock[rank], max(clock[rank], *(arrived[message] for message in needed), 0.0)
-                clock[rank] = start + work(instruction)
+                clock[rank] = end = start + work(instruction)
                 for message in traffic.sends.get(instruction, ()):
-                    arrived[message] = _pass(message, clock[rank], link_free, transfer)
-                yield _Timed(rank, place[rank], instruction, free, start, clock[rank])
+                    arrived[message], link = end, message.ranks
+                    if link[0] != link[1]:
+                        link_free[link] = max(end, link_free.get(link, 0.0)) + transfer(message)
+                        arrived[message] = link_free[link]
+                yield rank, instruction, free, start, end
                 place[rank] += 1
                 moved = True
-    _check_ended(traffic.programs, place)
-
-
-def _came(traffic: StepMessages, arrived: dict[Message, float]) -> bool:
-    """Nothing moves: in a slice of a stream, frames of earlier slices arrived before it began."""
-    sent = {message for messages in traffic.sends.values() for message in messages}
-    needed = {message for messages in traffic.receives.values() for message in messages}
-    came = needed - sent - arrived.keys()
-    arrived.update(dict.fromkeys(came, 0.0))
-    return bool(came)
-
-
-def _pass(
-    message: Message, ready: float, link_free: dict[tuple[int, int], float], transfer: Transfer
-) -> float:
-    """Time of arrival of a message that is packed at ``ready``."""
-    link = message.ranks
-    if link[0] == link[1]:
-        return ready
-    link_free[link] = max(ready, link_free.get(link, 0.0)) + transfer(message)
-    return link_free[link]
-
-
-def _check_ended(programs: Programs, place: Sequence[int]) -> None:
-    stuck = [
-        f"rank {rank} at {program[done]}"
-        for rank, (program, done) in enumerate(zip(programs, place, strict=True))
-        if done < len(program)
-    ]
+        places = () if moved else enumerate(zip(traffic.programs, place, strict=True))
+        stuck = {rank: program[n] for rank, (program, n) in places if n < len(program)}
+        if stuck:  # in a slice of a stream, frames of earlier slices arrived before it began
+            sent = {message for messages in traffic.sends.values() for message in messages}
+            early = {message for messages in traffic.receives.values() for message in messages} - sent
+            moved = not early <= arrived.keys()
+            arrived |= dict.fromkeys(early - arrived.keys(), 0.0)
     if stuck:
-        raise ScheduleError(f"programs must not wait for each other, found {', '.join(stuck)}; reorder them")
+        found = ", ".join(f"rank {rank} at {instruction}" for rank, instruction in stuck.items())
+        raise ScheduleError(f"programs must not wait for each other, found {found}; reorder them")

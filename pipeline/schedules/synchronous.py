@@ -3,11 +3,10 @@
 Each is a pure function of (stages_of_rank, num_micro_batches, extra_in_flight) to one program per rank, and
 begins with the timeline of a small case: ``..`` is a wait, ``==`` goes on with a backward."""
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
-from ...compression.errors import ScheduleError
-from .building_blocks import Ascending, backward, check, check_counts, check_layout, check_no_extra, forward
+from .building_blocks import Ascending, backward, check, check_layout, forward
 from .instruction import Instruction, Op
 
 
@@ -18,24 +17,14 @@ def gpipe(
 
     Source: Huang et al., GPipe, NeurIPS 2019, section 2.3.
             Here B ascends too, since sums of gradients depend on their order.
-
-    Raises:
-        ScheduleError: Fewer than one micro-batch, an extra, or stages that are no neighbours.
     """
     # rank 0   F0 F1 F2 .. .. B0 B1 B2
     # rank 1   .. F0 F1 F2 B0 B1 B2 ..
-    check(stages_of_rank, num_micro_batches, extra_in_flight)
-    if extra_in_flight:
-        raise ScheduleError(
-            f"gpipe has every micro-batch in flight already, found extra_in_flight={extra_in_flight}; "
-            "leave it at 0 or take schedule=1f1b"
-        )
-    programs = []
-    for stages in stages_of_rank:
-        program = [step for index in range(num_micro_batches) for step in forward(stages, index)]
-        program += [step for index in range(num_micro_batches) for step in backward(stages, index)]
-        programs.append(program)
-    return programs
+    check(stages_of_rank, num_micro_batches, extra_in_flight, fixed="gpipe")
+    return [
+        [step for turn in (forward, backward) for m in range(num_micro_batches) for step in turn(stages, m)]
+        for stages in stages_of_rank
+    ]
 
 
 def one_f_one_b(
@@ -47,9 +36,6 @@ def one_f_one_b(
     end. ``extra_in_flight`` more micro-batches per link hide the time on the wire.
 
     Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2, flushed as in PipeDream-Flush (ICML 2021).
-
-    Raises:
-        ScheduleError: Fewer than one micro-batch, a negative extra, or stages that are no neighbours.
     """
     # rank 0   F0 F1 .. B0 F2 B1 .. B2          extra_in_flight=1:   rank 0   F0 F1 F2 B0 .. B1 .. B2
     # rank 1   .. F0 B0 F1 B1 F2 B2 ..                               rank 1   .. F0 B0 F1 B1 F2 B2 ..
@@ -77,9 +63,6 @@ def zb_h1(
     where F, I and W take equally long; no rank holds more than 1F1B's first one.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.2 (ZB-H1).
-
-    Raises:
-        ScheduleError: Fewer than one micro-batch, a negative extra, or stages that are no neighbours.
     """
     # rank 0   F0 F1 F2 .. .. B0 == F3 B1 == B2 == B3 ==
     # rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -117,19 +100,12 @@ def interleaved(
 
     Source: Narayanan et al., Megatron-LM, SC 2021, section 2.2. There micro-batches are a multiple of ranks;
             here any number is dealt into rounds as equal as can be.
-
-    Raises:
-        ScheduleError: Fewer than one micro-batch, an extra, or stages that do not lie in a loop.
     """
     # rank 0   0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1
     # rank 1   ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 ...
-    check_counts(num_micro_batches, extra_in_flight)
-    check_layout("interleaved", stages_of_rank)
-    check_no_extra("interleaved", extra_in_flight)
+    check_layout("interleaved", stages_of_rank, num_micro_batches, extra_in_flight)
     num_ranks = len(stages_of_rank)
-    ends = [0]
-    for size in rounds(num_micro_batches, num_ranks):
-        ends.append(ends[-1] + size)
+    ends = list(accumulate(rounds(num_micro_batches, num_ranks), initial=0))
     programs = []
     for rank, stages in enumerate(stages_of_rank):
         turns = [range(*pair) for pair in pairwise(ends)]
@@ -172,15 +148,13 @@ def zbv(
 
     Source: Qi et al., Zero Bubble, ICLR 2024, section 6, and Pipeline Parallelism with Controllable Memory,
             NeurIPS 2024.
-
-    Raises:
-        ScheduleError: Fewer than one micro-batch, an extra, or stages that do not lie in a V.
     """
     # rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 === 3F2 3I2 3W2 0B1 === 0B2 === ...
     # rank 1   ... 1F0 2F0 1F1 2F1 2B0 === 1F2 1I0 1W0 2F2 2B1 === 1I1 2I2 1I2 1W1 2W2 1W2
     num_ranks, programs = len(stages_of_rank), []
-    ranks = _ranks_of_a_v("zbv", stages_of_rank, num_micro_batches, extra_in_flight)
-    for rank, links, down, up, work in ranks:
+    check_layout("zbv", stages_of_rank, num_micro_batches, extra_in_flight)
+    for rank, (down, up) in enumerate(stages_of_rank):
+        links, work = num_ranks - 1 - rank, Ascending((down, up), num_micro_batches)
         for _ in range(2 * links + 1):  # until the first comes back up
             work.take(down, "F")
         for _ in range(rank):
@@ -213,15 +187,13 @@ def dualpipev(
 
     Source: DeepSeek-V3 technical report, 2024, section 3.2.1 (DualPipe); Qi et al., The Cut-in-half Schedule,
             2025.
-
-    Raises:
-        ScheduleError: Fewer than one micro-batch, an extra, or stages that do not lie in a V.
     """
     # r0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 === 3F2 0B0 === 3B2 === 3F3 ... 0B1 === 3B3 === 0B2 === 0B3 ===
     # r1 ... 1F0 2F0 1F1 2F1 1F2 2B0 === 2F2 1B0 === 1F3 2B1 === 2F3 1B1 === 2B2 === 1B2 === 2I3 1I3 2W3 1W3
     num_ranks, programs = len(stages_of_rank), []
-    ranks = _ranks_of_a_v("dualpipev", stages_of_rank, num_micro_batches, extra_in_flight)
-    for rank, links, down, up, work in ranks:
+    check_layout("dualpipev", stages_of_rank, num_micro_batches, extra_in_flight)
+    for rank, (down, up) in enumerate(stages_of_rank):
+        links, work = num_ranks - 1 - rank, Ascending((down, up), num_micro_batches)
         for _ in range(2 * links):  # until the first comes back up
             work.take(down, "F")
         for _ in range(rank + 1):
@@ -251,18 +223,3 @@ def dualpipev(
             work.take(stage, "W")
         programs.append(work.program)
     return programs
-
-
-def _ranks_of_a_v(
-    schedule: str, stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra_in_flight: int
-) -> Iterator[tuple[int, int, int, int, Ascending]]:
-    """Yield each rank of a V, the links below it, its stages down and up, and their work to be ordered.
-
-    Raises:
-        ScheduleError: The counts or the stages do not suit.
-    """
-    check_counts(num_micro_batches, extra_in_flight)
-    check_layout(schedule, stages_of_rank)
-    check_no_extra(schedule, extra_in_flight)
-    for rank, (down, up) in enumerate(stages_of_rank):
-        yield rank, len(stages_of_rank) - 1 - rank, down, up, Ascending((down, up), num_micro_batches)

@@ -1,12 +1,11 @@
 """Is a schedule legal: the programs of all ranks are checked, and run once without a device.
 
-A step that would deadlock or change a bit is refused before any rank starts, while the reason can be named.
-"""
+A step that would deadlock or change a bit is refused before any rank starts."""
 
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from ...compression.errors import ScheduleError
 from .instruction import Instruction, Op, Programs
@@ -23,98 +22,75 @@ class CircularWait(ScheduleError):
     """Ranks wait for each other; a larger window may help."""
 
 
-class PaperRun:
-    """One run of all programs in which nothing is computed and every wait is counted."""
+def _dry_run(programs: Programs, edges: Edges, rank_of: RankOf, window: int) -> list[Instruction]:
+    """Run all programs with nothing computed and every wait counted; return the order of instructions."""
+    # 1. The messages of every instruction, its own rank's included, and the place of each in its channel.
+    targets, sources = defaultdict(list), defaultdict(list)
+    for source, target in sorted(set(edges), key=lambda edge: edge[1] - edge[0]):  # nearest stage first
+        for sender, receiver, way in ((source, target, Op.F), (target, source, Op.B)):
+            targets[sender, way].append(receiver)
+            sources[receiver, way].append(sender)
+    sends: dict[Instruction, list[Sent]] = {}
+    needs: dict[Instruction, list[Sent]] = {}
+    maker: dict[Sent, Instruction] = {}
+    number: dict[Sent, int] = {}
+    channel: dict[Sent, Channel] = {}
+    lengths, consumed = Counter[Channel](), Counter[Channel]()
+    for instruction in chain(*programs):
+        stage, op, index = instruction
+        way = _WAY.get(op)
+        if index is None or way is None:
+            sends[instruction] = needs[instruction] = []
+            continue
+        sends[instruction] = [(stage, target, index, way) for target in targets[stage, way]]
+        needs[instruction] = [(source, stage, index, way) for source in sources[stage, way]]
+        for message in sends[instruction]:
+            maker[message] = instruction
+            channel[message] = between = rank_of(stage, index), rank_of(message[1], index)
+            number[message] = lengths[between]
+            lengths[between] += 1
 
-    def __init__(self, programs: Programs, edges: Edges, rank_of: RankOf, window: int) -> None:
-        self.programs, self.rank_of, self.window = programs, rank_of, window
-        self.targets: dict[tuple[int, Op], list[int]] = defaultdict(list)
-        self.sources: dict[tuple[int, Op], list[int]] = defaultdict(list)
-        for source, target in sorted(set(edges), key=lambda edge: edge[1] - edge[0]):  # nearest stage first
-            for sender, receiver, way in ((source, target, Op.F), (target, source, Op.B)):
-                self.targets[sender, way].append(receiver)
-                self.sources[receiver, way].append(sender)
-        self.number: dict[Sent, int] = {}  # among the messages of its channel
-        self.maker: dict[Sent, Instruction] = {}
-        lengths: Counter[Channel] = Counter()
-        for program in programs:
-            for instruction in program:
-                for message in self.sends(instruction):
-                    self.maker[message] = instruction
-                    self.number[message] = lengths[self.channel(message)]
-                    lengths[self.channel(message)] += 1
-        self.consumed: Counter[Channel] = Counter()
-        self.made: set[Sent] = set()
-        self.arrived: set[Sent] = set()
-        self.order: list[Instruction] = []
-        self.place = [0] * len(programs)
-        self.ran = [False] * len(programs)  # the rank's next instruction, which it has yet to leave
-
-    def channel(self, message: Sent) -> Channel:
-        """From the rank of the sender to that of the receiver."""
-        source, target, micro_batch, _ = message
-        return self.rank_of(source, micro_batch), self.rank_of(target, micro_batch)
-
-    def sends(self, instruction: Instruction) -> list[Sent]:
-        """Return the messages that the instruction makes for other stages, its own rank's included."""
-        stage, way, index = instruction.stage, _WAY.get(instruction.op), instruction.micro_batch
-        if way is None or index is None:
-            return []
-        return [(stage, target, index, way) for target in self.targets[stage, way]]
-
-    def receives(self, instruction: Instruction) -> list[Sent]:
-        """Return the messages that the instruction waits for and does not have yet."""
-        stage, way, index = instruction.stage, _WAY.get(instruction.op), instruction.micro_batch
-        if way is None or index is None:
-            return []
-        messages = [(source, stage, index, way) for source in self.sources[stage, way]]
-        return [message for message in messages if message not in self.arrived]
-
-    def posted(self, message: Sent) -> bool:
+    def posted(message: Sent) -> bool:
         """True if the receiver has posted a receive for it; on one rank nothing is posted."""
-        channel = self.channel(message)
-        return channel[0] == channel[1] or self.number[message] < self.consumed[channel] + self.window
+        sender, receiver = channel[message]
+        return sender == receiver or number[message] < consumed[sender, receiver] + window
 
-    def unposted(self, instruction: Instruction) -> list[Sent]:
-        """Return the messages of the instruction that no receive is posted for yet."""
-        return [message for message in self.sends(instruction) if not self.posted(message)]
-
-    def advance(self, rank: int) -> bool:
-        """Take what has arrived, then run the rank's next instruction, then leave it: as far as that goes."""
-        instruction = self.programs[rank][self.place[rank]]
-        before = len(self.arrived), len(self.order), self.place[rank]
-        for message in self.receives(instruction):
-            if message in self.made and self.posted(message):
-                self.arrived.add(message)
-                self.consumed[self.channel(message)] += 1
-        if not self.ran[rank] and not self.receives(instruction):
-            self.ran[rank] = True
-            self.made.update(self.sends(instruction))
-            self.order.append(instruction)
-        if self.ran[rank] and not self.unposted(instruction):
-            self.ran[rank] = False
-            self.place[rank] += 1
-        return before != (len(self.arrived), len(self.order), self.place[rank])
-
-    def finish(self) -> list[Instruction]:
-        """Run to the end; raises where no rank can go on."""
-        while waiting := [
-            rank for rank, program in enumerate(self.programs) if self.place[rank] < len(program)
-        ]:
-            if not any([self.advance(rank) for rank in waiting]):
-                reasons = "; ".join(self.reason(rank) for rank in waiting)
-                raise CircularWait(
-                    f"the programs wait for each other with {self.window} receives posted ahead: {reasons}"
-                )
-        return self.order
-
-    def reason(self, rank: int) -> str:
-        """Why the rank cannot go on."""
-        instruction = self.programs[rank][self.place[rank]]
-        if self.ran[rank]:
-            receiver = self.channel(self.unposted(instruction)[0])[1]
-            return f"rank {rank} cannot send what {instruction} made before rank {receiver} posts a receive"
-        return f"rank {rank} needs {self.maker[self.receives(instruction)[0]]} for {instruction}"
+    # 2. Each rank takes what has arrived, runs its next instruction, and leaves it: as far as that goes.
+    made, arrived, order = set[Sent](), set[Sent](), list[Instruction]()
+    place = [0] * len(programs)
+    ran = [False] * len(programs)  # the rank's next instruction, which it has yet to leave
+    while waiting := [rank for rank, program in enumerate(programs) if place[rank] < len(program)]:
+        before = len(arrived), len(order), sum(place)
+        for rank in waiting:
+            instruction = programs[rank][place[rank]]
+            for message in needs[instruction]:
+                if message in made and message not in arrived and posted(message):
+                    arrived.add(message)
+                    consumed[channel[message]] += 1
+            if not ran[rank] and arrived.issuperset(needs[instruction]):
+                ran[rank] = True
+                made.update(sends[instruction])
+                order.append(instruction)
+            if ran[rank] and all(map(posted, sends[instruction])):
+                ran[rank] = False
+                place[rank] += 1
+        if before != (len(arrived), len(order), sum(place)):
+            continue
+        # 3. No rank can go on.
+        reasons = []
+        for rank in waiting:
+            instruction = programs[rank][place[rank]]
+            if ran[rank]:
+                _, receiver = channel[next(one for one in sends[instruction] if not posted(one))]
+                reason = f"cannot send what {instruction} made before rank {receiver} posts a receive"
+            else:
+                missing = next(one for one in needs[instruction] if one not in arrived)
+                reason = f"needs {maker[missing]} for {instruction}"
+            reasons.append(f"rank {rank} {reason}")
+        raise CircularWait(
+            f"the programs wait for each other with {window} receives posted ahead: {'; '.join(reasons)}"
+        )
+    return order
 
 
 _INPUTS = (Op.B, Op.I)  # they take the gradient that came from downstream
@@ -146,7 +122,9 @@ def verify(
         ScheduleError: an instruction is missing, doubled or misplaced, or the programs wait for each other.
     """
     # 1. Each stage runs somewhere, each instruction once, on the rank that its micro-batch is dealt to.
-    _check_edges(edges)
+    if wrong := next((edge for edge in edges if not 0 <= edge[0] < edge[1]), None):
+        source, target = wrong
+        raise ScheduleError(f"values go to later stages, found an edge from stage {source} to stage {target}")
     ranks = _ranks_of_stages(programs, edges, several=rank_of is not None)
     rank_of = rank_of or (lambda stage, micro_batch: ranks[stage][0])
     _check_instructions(programs, num_micro_batches, ranks, rank_of, asynchronous)
@@ -157,7 +135,7 @@ def verify(
             _check_order(own, rank)
             (_check_each_update if asynchronous else _check_last_update)(own, rank)
     # 3. Nobody waits for ever.
-    return PaperRun(programs, edges, rank_of, window).finish()
+    return _dry_run(programs, edges, rank_of, window)
 
 
 def smallest_window(
@@ -169,13 +147,11 @@ def smallest_window(
     asynchronous: bool = False,
     rank_of: RankOf | None = None,
 ) -> int:
-    """The smallest window from ``least`` up with which ``verify`` accepts the programs.
+    """The smallest window from ``least`` up with which ``verify`` accepts the programs; raises where none is.
 
     Two suffice between neighbours. More are needed by an edge over d ranks once d x (1 + extra_in_flight)
     exceeds four, because that many micro-batches lie between its ends, and by edges that share a channel, as
-    the stages of two ranks in a loop do.
-    Raises ScheduleError where no window helps.
-    """
+    the stages of two ranks in a loop do."""
     most = max(least, num_micro_batches * len(edges))
 
     def waits(window: int) -> CircularWait | None:
@@ -215,14 +191,6 @@ def _ranks_of_stages(programs: Programs, edges: Edges, *, several: bool) -> list
     return [ranks[stage] for stage in range(num_stages)]
 
 
-def _check_edges(edges: Edges) -> None:
-    for source, target in edges:
-        if not 0 <= source < target:
-            raise ScheduleError(
-                f"values go to later stages, found an edge from stage {source} to stage {target}"
-            )
-
-
 def _check_instructions(
     programs: Programs,
     num_micro_batches: int,
@@ -230,9 +198,7 @@ def _check_instructions(
     rank_of: RankOf,
     asynchronous: bool,
 ) -> None:
-    """Check a step's instructions: F once, and B once or I and W once; no more and of no other
-    micro-batch.
-    """
+    """Check a step's instructions: F once, and B once or I and W once; no more, of no other micro-batch."""
     if num_micro_batches < 1:
         raise ScheduleError(f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}")
     counts = Counter(instruction for program in programs for instruction in program)
@@ -267,8 +233,7 @@ def _check_complete(counts: Counter[Instruction], stage: int, index: int, rank: 
             f"a gradient is used once, by B or by I and W, found {whole} and {found[0]} on rank {rank}; "
             "drop one of them"
         )
-    wanted = [Instruction(stage, Op.F, index), *(halves if found else [whole])]
-    for instruction in wanted:
+    for instruction in [Instruction(stage, Op.F, index), *(halves if found else [whole])]:
         if instruction not in counts:
             raise ScheduleError(
                 f"every stage runs F and B (or I and W) of every micro-batch, {instruction} is missing on "
@@ -298,11 +263,12 @@ def _check_order(own: Sequence[Instruction], rank: int) -> None:
 
 def _check_last_update(own: Sequence[Instruction], rank: int) -> None:
     """Of one stage of a synchronous step: U, if it is there, comes after the last B or W, so after all."""
-    last = [instruction for instruction in own if instruction.op in _WEIGHTS][-1]
-    for number, instruction in enumerate(own):
-        if instruction.op is Op.U and last in own[number:]:
+    last = max(number for number, instruction in enumerate(own) if instruction.op in _WEIGHTS)
+    for instruction in own[:last]:
+        if instruction.op is Op.U:
             raise ScheduleError(
-                f"a stage updates after its last backward, found {instruction} before {last} on rank {rank}"
+                f"a stage updates after its last backward, found {instruction} before {own[last]} "
+                f"on rank {rank}"
             )
 
 

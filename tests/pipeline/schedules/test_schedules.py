@@ -10,7 +10,7 @@ from penstock.compression.errors import PlanError, ScheduleError
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
 from penstock.pipeline.schedules.async_1f1b import StreamState, between, stream
 from penstock.pipeline.schedules.building_blocks import placed, placement, stages_on
-from penstock.pipeline.schedules.custom import custom, show_programs
+from penstock.pipeline.schedules.custom import custom
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program, show
 from penstock.pipeline.schedules.synchronous import interleaved, one_f_one_b
 
@@ -122,7 +122,7 @@ def test_the_lines_of_a_schedule_place_its_stages_and_run_as_it_does(name):
     for num_ranks in range(1, 7):
         stages_of_rank = laid(name, num_ranks)
         programs = SCHEDULES[name](stages_of_rank, 5)
-        lines = show_programs(programs).splitlines()
+        lines = [*map(show, programs)]
         assert placed(lines) == placement(name, stages=sum(map(len, stages_of_rank)), ranks=num_ranks)
         assert name == "async_1f1b" or schedule_named("custom", lines)(stages_of_rank, 5) == programs
 

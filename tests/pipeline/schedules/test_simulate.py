@@ -137,14 +137,11 @@ def test_a_plan_is_simulated_with_its_own_seconds_and_link():
     assert free.seconds == pytest.approx(16e-3)
 
 
-def test_half_a_backward_takes_half_its_time_unless_it_was_measured():
+def test_half_a_backward_takes_half_its_time():
     plan = partition(NET_OF_TWO, cuts=["a"], micro_batches=1)
     programs = [parse_program("0F0 0I0 0W0 0U"), parse_program("1F0 1I0 1W0 1U")]
     seconds = [span.computing for span in simulate_plan(plan, programs).spans]
     assert seconds == pytest.approx([3e-3, 2.5e-3, 2.5e-3, 0, 2e-3, 3e-3, 3e-3, 0])
-    measured = {(0, "I"): 1e-3, (0, "W"): 4e-3, (1, "U"): 7e-3}
-    seconds = [span.computing for span in simulate_plan(plan, programs, work=measured).spans]
-    assert seconds == pytest.approx([3e-3, 1e-3, 4e-3, 0, 2e-3, 3e-3, 3e-3, 7e-3])
 
 
 def test_what_was_measured_runs_again_with_medians_and_no_waiting_for_links():

@@ -10,7 +10,7 @@ import pytest
 from programs import halved, laid, most_in_flight, neighbours, on_paper
 
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
-from penstock.pipeline.schedules.custom import load_program, parse_csv, show_csv
+from penstock.pipeline.schedules.custom import load_program, parse_csv
 from penstock.pipeline.schedules.instruction import Instruction, Op, show
 from penstock.pipeline.schedules.verify import verify
 
@@ -126,6 +126,6 @@ def test_a_file_of_torch_runs_as_a_custom_schedule(tmp_path, name, num_ranks, pe
 def test_torch_reads_the_file_that_we_write(tmp_path, name):
     runtime: Any = torch_schedule(name, 2, 4, 2)
     ours = our_program(name, 2, 4)
-    (tmp_path / "ours.csv").write_text(show_csv(ours))
+    (tmp_path / "ours.csv").write_text("\n".join(",".join(map(str, program)) for program in ours))
     private(runtime, "_load_csv")(str(tmp_path / "ours.csv"))
     assert as_programs(runtime.pipeline_order) == ours
