@@ -40,7 +40,7 @@ class Copy:
 
     def __init__(self, state: State, update: Update) -> None:
         self._notes, tensors = state.part(update, hidden=True)
-        self.streams, self._away = update.streams, dict[str, EvictableTensor]()
+        self.streams, self._away = bool(update.mirrors), dict[str, EvictableTensor]()
         if self.streams:
             away = update.offloaded()
             self._away = {name: away[id(tensor)] for name, tensor in tensors.items() if id(tensor) in away}
@@ -359,7 +359,7 @@ def _read_part(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any, Any]:
     checkpoint, state, shares, message, cause = None, None, None, "", None
     try:
         checkpoint = Checkpoint(folder)
-        state = checkpoint.state(*pipe.state.wanted(pipe.update), streams=pipe.update.streams)
+        state = checkpoint.state(*pipe.state.wanted(pipe.update), streams=bool(pipe.update.mirrors))
         shares = checkpoint.shares()
     except CheckpointError as error:
         message, cause = str(error), error

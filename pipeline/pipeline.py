@@ -40,7 +40,6 @@ from ..stages.tracing.tracer import LayerGraph, trace
 from .distributed.gpu_transport import identity_of, transport_of
 from .distributed.launcher import check_joined, init
 from .distributed.process_group import World
-from .optimizer.mirrored_update import MirroredUpdate
 from .optimizer.optimizers import Named, state_per_byte
 from .optimizer.scale import Scaler
 from .optimizer.separability import check_separable, seems_by_element
@@ -332,8 +331,7 @@ class Pipeline:
         plan, held, every = self.plan, self.state.of_stage, [*model.named_parameters()]
         self.replicas = Replicas(plan, self.world, own=own, stages=self.stages, held=held)
         self.mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
-        make = functools.partial(MirroredUpdate, mirrors=self.mirrors) if self.mirrors else Update
-        self.update = make(
+        self.update = Update(
             world=self.world,
             parameters=own.here,
             owner={name: own.ranks[name] for name, _ in every},
@@ -348,6 +346,7 @@ class Pipeline:
             guard=self.nan_check,
             exchange=self.replicas.exchange,
             divided=plan.sharded,
+            mirrors=self.mirrors,
         )
         check_momentum(model, self.update.optimizers.values())
         if (shared := self.update.scheduler) is not None:

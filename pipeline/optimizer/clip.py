@@ -11,31 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from ...stages.device import CPU, is_gpu
+from ...stages.device import is_gpu
 from ..distributed.process_group import World
 
 Norms = Mapping[str, tuple[float, float]]
 
 DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
-
-
-def clip_together(
-    world: World,
-    parameters: Mapping[str, torch.nn.Parameter],
-    largest: float,
-    *,
-    owner: Mapping[str, int],
-) -> torch.Tensor | None:
-    """Scale the gradients of ``parameters`` in place; collective. Return their norm before, None without any.
-
-    Args:    parameters: those of this process by name.
-             largest: the L2 norm that the gradients of all ranks may have together.
-             owner: the rank of every parameter of the model, in the model's own order."""
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    total = norm_together(world, norms(gradients), owner=owner, device=device_of(gradients))
-    if total is not None:
-        torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), largest, total)
-    return total
 
 
 def norm_together(
@@ -46,15 +27,9 @@ def norm_together(
     Args:    found: ``norms`` of this process.
              owner: the rank of every parameter of the model, in the model's own order."""
     mine = [number for name in owner for number in found.get(name, (0.0, 0.0))]
-    told = world.all_gather(mine, at="the norm of all gradients")
-    return total_norm(
-        [
-            told[rank][2 * place : 2 * place + 2]
-            for place, rank in enumerate(owner.values())
-            if told[rank][2 * place]
-        ],
-        device=device,
-    )
+    rows = world.all_gather(mine, at="the norm of all gradients")
+    pairs = (rows[rank][2 * place : 2 * place + 2] for place, rank in enumerate(owner.values()))
+    return total_norm([pair for pair in pairs if pair[0]], device=device)
 
 
 def total_norm(found: Sequence[Sequence[float]], *, device: torch.device) -> torch.Tensor | None:
@@ -67,11 +42,6 @@ def total_norm(found: Sequence[Sequence[float]], *, device: torch.device) -> tor
     promoted = functools.reduce(torch.promote_types, {dtype.to_real() for dtype in dtypes})
     ordered = [found[i][1] for _, places in alike for i in places]
     return torch.linalg.vector_norm(torch.tensor(ordered, dtype=promoted, device=device))
-
-
-def device_of(gradients: Mapping[str, torch.Tensor]) -> torch.device:
-    """Device of the first of them."""
-    return next((gradient.device for gradient in gradients.values()), CPU)
 
 
 def norms(gradients: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float]]:

@@ -15,87 +15,44 @@ from torch.amp import GradScaler
 Scaler = GradScaler | float | None
 
 
-def scale_of(scaler: Scaler) -> Scale:
-    """The scale that a person asked for; a GradScaler that is switched off stands for none."""
-    if isinstance(scaler, GradScaler):
-        return Dynamic(scaler) if scaler.is_enabled() else Scale()
-    return Scale() if scaler is None else Static(scaler)
-
-
 class Scale:
-    """Factor of the loss and divisor of its gradients; this one is 1, and infinite gradients are taken.
-
-    Attributes:
-        checks: True if an overflow skips the update."""
-
-    checks = False
-
-    def begin(self) -> None:
-        """Nothing is in flight: count batches and updates from 0."""
-
-    def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
-        """Return the first gradient of the backward of a micro-batch of ``batch``, in float32 at least."""
-        return weighted_loss
-
-    def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """Divide the gradients of the next update in place; whether one of them is infinite or no number."""
-        return False
-
-    def update(self, *, overflow: bool) -> None:
-        """After an update (with ``overflow``: in its place), on every rank alike."""
-
-    def state(self) -> dict[str, Any] | None:
-        """Return the trained state of the scale; None: it has none."""
-        return None
-
-    def load(self, state: Mapping[str, Any] | None) -> None:
-        """Take over what ``state`` returned."""
-
-
-class Static(Scale):
-    """One number for the whole training."""
-
-    checks = True
-
-    def __init__(self, scale: float) -> None:
-        self.scale = torch.tensor(float(scale))
-
-    def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
-        """Multiply by the scale."""
-        return weighted_loss * self.scale
-
-    def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """Divide by the scale."""
-        return _unscale(gradients, self.scale)
-
-
-class Dynamic(Scale):
-    """The scale of ``scaler``, which stays the one that knows it: read before a batch, moved after an update.
+    """Factor of the loss and divisor of its gradients: a number that stays, or the scale of a GradScaler,
+    which is read before a batch and moved after an update.
 
     With double-buffered weights a batch begins before the one ahead of it updates: its scale, like its
-    weights, is that after ``batch - 1`` updates, from its first micro-batch to its own update."""
+    weights, is that after ``batch - 1`` updates, from its first micro-batch to its own update.
 
-    checks = True
+    Attributes:
+        checks: True if an overflow skips the update; False without a scale, and with one switched off."""
 
-    def __init__(self, scaler: GradScaler) -> None:
-        self.scaler = scaler
+    def __init__(self, scaler: Scaler) -> None:
+        self.scaler = scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+        self.number = None if isinstance(scaler, GradScaler) else scaler
+        self.checks = self.scaler is not None or self.number is not None
         self.begin()
 
     def begin(self) -> None:
-        """Count updates from 0."""
+        """Nothing is in flight: count batches and updates from 0."""
         self.num_updates = 0
-        self.after = {0: torch.tensor(self.scaler.get_scale())}
+        scale = self.scaler.get_scale() if self.scaler is not None else self.number or 1.0
+        self.after = {0: torch.tensor(float(scale))}
 
     def apply(self, weighted_loss: torch.Tensor, batch: int = 0) -> torch.Tensor:
-        """Multiply by the scale."""
-        return weighted_loss * self.after[max(0, batch - 1)]
+        """Return the first gradient of the backward of a micro-batch of ``batch``, in float32 at least."""
+        return weighted_loss * self._of_batch(batch) if self.checks else weighted_loss
 
     def unscale(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """Divide by the scale of the oldest batch that has not updated."""
-        return _unscale(gradients, self.after[max(0, self.num_updates - 1)])
+        """Divide the gradients of the next update in place; whether one of them is infinite or no number."""
+        return self.checks and _unscale(gradients, self._of_batch(self.num_updates))
+
+    def _of_batch(self, batch: int) -> torch.Tensor:
+        return self.after[max(0, batch - 1) if self.scaler is not None else 0]
 
     def update(self, *, overflow: bool) -> None:
-        """Smaller after an overflow, larger after a long time without one."""
+        """After an update (with ``overflow``: in its place), on every rank alike: smaller after an overflow,
+        larger after a long time without one."""
+        if self.scaler is None:
+            return
         state = self.scaler.state_dict()
         scale = torch.tensor(state["scale"])
         tracker = torch.tensor(state["_growth_tracker"], dtype=torch.int32)
@@ -112,14 +69,15 @@ class Dynamic(Scale):
         self.after[self.num_updates] = scale
         self.after.pop(self.num_updates - 2, None)
 
-    def state(self) -> dict[str, Any]:
-        """Return the numbers of the GradScaler under its own names."""
-        return self.scaler.state_dict()
+    def state(self) -> dict[str, Any] | None:
+        """Return the numbers of the GradScaler under its own names; None: there is none."""
+        return None if self.scaler is None else self.scaler.state_dict()
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Load it into the GradScaler that was given."""
-        self.scaler.load_state_dict(dict(state or {}))
-        self.begin()
+        """Load what ``state`` returned into the GradScaler that was given."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(dict(state or {}))
+            self.begin()
 
 
 def _unscale(gradients: Iterable[torch.Tensor], scale: torch.Tensor) -> bool:

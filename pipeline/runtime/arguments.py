@@ -24,7 +24,7 @@ from ...stages.stage.value_routing import Route
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.tracer import LayerGraph, fingerprint
 from ..distributed.process_group import World, check_own
-from ..optimizer.scale import Scaler, scale_of
+from ..optimizer.scale import Scale, Scaler
 from ..optimizer.update import SCOPES, Named
 from .batches import Weight
 
@@ -65,7 +65,7 @@ class Options:
     @property
     def checks_gradients(self) -> bool:
         """True if a NaN in a gradient is a mistake: without a loss scale that looks for overflows itself."""
-        return self.autocast is not torch.float16 and not scale_of(self.scaler).checks
+        return self.autocast is not torch.float16 and not Scale(self.scaler).checks
 
 
 def check_options(model: object, plan: object, options: Options) -> None:

@@ -159,7 +159,8 @@ class State:
         for has in update.turns(at_once=names is None):
             update.load_kept(parts["optimizer"], has=has)
             self._copy(parts["model"], has=has)
-        update.load_course(parts.get("scheduler"))
+        if update.scheduler is not None:
+            update.scheduler.load(parts.get("scheduler"))
         update.scale.load(parts.get("scaler"))
         return int(parts["step"])
 
