@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ FORMAT = 1
 class Copy:
     """This rank's part of a state as it is now: training may go on while another thread writes it.
 
-    Attributes: streams: nothing was copied, since not all is to be near at once: it is written tensor by
+    Attributes: streams: nothing was copied, since not all is to be resident at once: it is written tensor by
                 tensor from where it is, and training waits for that."""
 
     def __init__(self, state: State, update: Update) -> None:
@@ -47,30 +47,19 @@ class Copy:
             self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
             self.tensors |= {name: memory.like for name, memory in self._away.items()}
         else:
-            self.tensors = {name: _copied(tensor.detach()) for name, tensor in tensors.items()}
+            self.tensors = {
+                name: tensor.detach().cpu() if is_gpu(tensor.device) else tensor.detach().clone()
+                for name, tensor in tensors.items()
+            }
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write the part; return what the index says of it.
+        """Write the part; return what the index says of it; raises ConfigError."""
 
-        Raises: ConfigError: the file system refuses."""
-        receipt = write_tensors(path, self.tensors, notes=self._notes, read=self._read)
+        def read(name: str) -> torch.Tensor:
+            return self._away[name].get() if name in self._away else self.tensors[name]
+
+        receipt = write_tensors(path, self.tensors, notes=self._notes, read=read)
         return {"file": path.name, "bytes": receipt.num_bytes, "header": receipt.header}
-
-    def _read(self, name: str) -> torch.Tensor:
-        return self._away[name].get() if name in self._away else self.tensors[name]
-
-
-def _write_index(folder: Path, content: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
-    """Make the parts a checkpoint, in the place of one that was in ``folder``; remove parts of others."""
-    index = {"format": FORMAT, **content, "parts": list(parts)}
-    with refusing(folder):
-        sync(folder.parent)  # every rank saw to its part: the index names nothing that a crash can take
-    save_json(folder / INDEX, {**index, "checksum": _checksum(index)})
-    mine = {part["file"] for part in parts}
-    for path in folder.glob("rank_*_*.safetensors"):
-        if path.name not in mine:
-            with contextlib.suppress(OSError):  # the next one will
-                path.unlink()
 
 
 class OnDemand(Mapping[str, Any]):
@@ -98,7 +87,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = folder / INDEX
+        path, cause = folder / INDEX, None
         try:
             with open_regular(path, most=_MOST_INDEX_BYTES) as file:
                 index = json.load(file)
@@ -113,22 +102,20 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({reason(error)}); see to it") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._altered() from error
+            whole, cause = False, error
         if not whole:
-            raise self._altered()
+            raise CheckpointError(
+                f"{path} is damaged or of another version; take an earlier checkpoint"
+            ) from cause
 
     def parts(self) -> Iterator[TensorFile]:
-        """The files that every rank wrote, opened one after the other.
-
-        Raises: CheckpointError: one is missing, shorter, or its header was altered."""
+        """The files that every rank wrote, opened one after the other; raises CheckpointError."""
         for noted in self.index["parts"]:
             name = Path(noted["file"]).name
             yield TensorFile(self.folder / name, Receipt(noted["bytes"], noted["header"]))
 
     def model_file(self, path: Path) -> None:
-        """Write the plain model's tensors as safetensors, one at a time; a tied one under all its names.
-
-        Raises: CheckpointError: some of it is damaged. ConfigError: the file system refuses."""
+        """Write the plain model's tensors as safetensors, one at a time; a tied one under all its names."""
         found = {
             key: (file, name)
             for file in self.parts()
@@ -144,8 +131,7 @@ class Checkpoint:
         """Read the tensors of these keys of the model and these parameters of optimizers.
 
         Args:    streams: each is read now to know that it is whole, and again whenever it is asked for.
-        Returns: the state as ``state_dict`` has it, with those only; all keys and all parameters there are.
-        Raises:  CheckpointError: a part is missing, shorter or altered where it was read."""
+        Returns: the state as ``state_dict`` has it, with those only; all keys and parameters there are."""
         parts, every = [], (set[str](), set[str]())
         for file in self.parts():
             notes, used = chosen(file.notes, keys, names)
@@ -173,15 +159,6 @@ class Checkpoint:
         shares = [[int(weight) for weight in weights] for weights in listed]
         seconds = {int(rank): float(one) for rank, one in self.index.get("seconds", {}).items()}
         return shares, {rank: one for rank, one in seconds.items() if 0 < one < math.inf}
-
-    def _altered(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self.folder / INDEX} is damaged or of another version; take an earlier checkpoint"
-        )
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu() if is_gpu(tensor.device) else tensor.clone()
 
 
 def _checksum(index: Mapping[str, Any]) -> str:
@@ -232,11 +209,7 @@ def _whole(root: Path) -> list[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint.
-
-    Raises:
-        ConfigError: The file system refuses.
-    """
+    """Remove a checkpoint; raises ConfigError where the file system refuses."""
     with refusing(folder):
         (folder / INDEX).unlink(missing_ok=True)  # first: half of one is none
         shutil.rmtree(folder)
@@ -254,14 +227,13 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     with pipe.interrupts.alone():
         pipe.drain()
         pipe.failures.check_open()
-        found, read, shares = _read_part(pipe, Path(folder))
-        state, keys, names = read
+        found, (state, keys, names), shares = _read_part(pipe, Path(folder))
         with pipe.agreement.all_or_none("loading a checkpoint"):
             parts = pipe.state.checked(pipe.update, state, pipe.plan, keys=keys)
         with pipe.loading():
             pipe.num_steps = pipe.state.load(pipe.update, parts, names=names)
         pipe.begin_shares(*shares)
-        pipe.same.restart()
+        pipe.same.counts.clear()
     return found.notes
 
 
@@ -276,13 +248,18 @@ class Saving:
     def __init__(self, pipe: Pipeline, folder: Path, *, notes: Mapping[str, Any]) -> None:
         pipe.drain()
         pipe.failures.check()
+        try:
+            plain = json.loads(json.dumps(dict(notes)))
+        except (TypeError, ValueError) as error:
+            rule = "notes of a checkpoint are what JSON can say"
+            raise PlanError(f"{rule}, found otherwise: {error}") from error
         self.pipe, self.folder = pipe, folder
         self.ended = self.agreed = False
         self._receipts: list[dict[str, Any]] = []
         self._error: Exception | None = None
         self._content = {
             "step": pipe.num_steps,
-            "notes": _as_json(notes),
+            "notes": plain,
             "scaler": pipe.update.scale.state(),
             "versions": pipe.plan.versions,
             "plan": pipe.plan.to_json(),
@@ -313,9 +290,7 @@ class Saving:
         self.ended = True
 
     def agree(self) -> None:
-        """Tell each other of the parts; behind everybody's ``write``.
-
-        Raises: ConfigError: the file system refused. PlanError: another rank failed."""
+        """Tell each other of the parts; behind everybody's ``write``; raises what went wrong in one."""
         self._raise("writing a checkpoint")
         self._receipts = self.pipe.world.all_gather_json(self._receipts[0])
         self.agreed, self.ended = True, False
@@ -324,15 +299,21 @@ class Saving:
         """Write the index, on rank 0; what goes wrong is raised by ``finish``."""
         try:
             if self.pipe.rank == 0:
-                _write_index(self.folder, self._content, self._receipts)
+                index = {"format": FORMAT, **self._content, "parts": self._receipts}
+                with refusing(self.folder):
+                    sync(self.folder.parent)  # every rank saw to its part: no crash can take what is named
+                save_json(self.folder / INDEX, {**index, "checksum": _checksum(index)})
+                mine = {part["file"] for part in self._receipts}
+                for path in self.folder.glob("rank_*_*.safetensors"):
+                    if path.name not in mine:  # of a checkpoint that was here
+                        with contextlib.suppress(OSError):  # the next one will
+                            path.unlink()
         except Exception as error:
             self._error = error
         self.ended = True
 
     def finish(self) -> None:
-        """Know that the parts of all ranks are a checkpoint; behind everybody's ``seal``.
-
-        Raises: ConfigError: the file system refused. PlanError: another rank failed."""
+        """Know that the parts of all ranks are a checkpoint; behind everybody's ``seal``; raises likewise."""
         self._raise("the index of a checkpoint")
 
     def _raise(self, at: str) -> None:
@@ -345,13 +326,6 @@ class Saving:
                 if not (self.agreed and (self.folder / INDEX).exists()):  # which may name it by now
                     self._path.unlink(missing_ok=True)
             raise
-
-
-def _as_json(notes: Mapping[str, Any]) -> Any:
-    try:
-        return json.loads(json.dumps(dict(notes)))
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"notes of a checkpoint are what JSON can say, found otherwise: {error}") from error
 
 
 def _read_part(pipe: Pipeline, folder: Path) -> tuple[Checkpoint, Any, Any]:

@@ -92,18 +92,15 @@ class GPT(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self._initialise(layers)
-        if tied:
-            self.head.weight = self.token.weight
-
-    def _initialise(self, layers: int) -> None:
-        """Draw weights as GPT-2 does: layers that add to the residual stream start smaller."""
+        # Weights as GPT-2 draws them: layers that add to the residual stream start smaller.
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 residual = name.endswith(("project_out.weight", "narrow.weight"))
                 nn.init.normal_(parameter, std=0.02 / sqrt(2 * layers) if residual else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        if tied:
+            self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (batch, length, vocabulary) for int64 tokens (batch, length)."""
@@ -123,8 +120,7 @@ def gpt(
 ) -> nn.Module:
     """Return a small decoder-only transformer for text: int64 (batch, length) -> (batch, length, vocabulary).
 
-    Raises: ConfigError: the data is not text, or an option's value does not fit.
-    """
+    Raises: ConfigError: the data is not text, or an option's value does not fit."""
     if not describe.vocabulary:
         raise ConfigError("model=gpt reads text, and the data is not text; take data=text or another model")
     check_count(model__width=width, model__layers=layers, model__heads=heads)
@@ -135,22 +131,13 @@ def gpt(
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ConfigError(f"model.dropout={dropout} must be a number of at least 0 and below 1")
     return GPT(
-        vocabulary=describe.num_classes,
-        length=describe.input_shape[0],
-        width=width,
-        layers=layers,
-        heads=heads,
-        activation=activation,
-        dropout=dropout,
-        tied=tied,
-    )
+        vocabulary=describe.num_classes, length=describe.input_shape[0], width=width, layers=layers,
+        heads=heads, activation=activation, dropout=dropout, tied=tied,
+    )  # fmt: skip
 
 
 def mlp(describe: Description, *, hidden: Sequence[int] = (512, 512), activation: str = "relu") -> nn.Module:
-    """Return linear layers with an activation between them: (batch, *input_shape) -> (batch, num_classes).
-
-    Raises: ConfigError: the data is text, or an option's value does not fit.
-    """
+    """Return linear layers with an activation between them: (batch, *input_shape) -> (batch, num_classes)."""
     _refuse_text("model=mlp", describe)
     check_known("model.activation", activation, ACTIVATIONS)
     if not isinstance(hidden, Sequence) or isinstance(hidden, str):
@@ -165,26 +152,17 @@ def mlp(describe: Description, *, hidden: Sequence[int] = (512, 512), activation
 
 
 def resnet18(describe: Description) -> nn.Module:
-    """Return torchvision's resnet18: (batch, 3, height, width) -> (batch, num_classes).
-
-    Raises: ConfigError: the data is not images of three channels.
-    """
+    """Return torchvision's resnet18: (batch, 3, height, width) -> (batch, num_classes)."""
     return _of_torchvision("resnet18", describe, typed="model=resnet18")
 
 
 def torchvision(describe: Description, *, name: str) -> nn.Module:
-    """Return torchvision's network ``name``: (batch, 3, height, width) -> (batch, num_classes).
-
-    Raises: ConfigError: there is no such network, or it cannot take the data's images.
-    """
+    """Return torchvision's network ``name``: (batch, 3, height, width) -> (batch, num_classes)."""
     return _of_torchvision(name, describe, typed=f"model.name={name}")
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "resnet18": resnet18,
-    "mlp": mlp,
-    "gpt": gpt,
-    "torchvision": torchvision,
+    function.__name__: function for function in (resnet18, mlp, gpt, torchvision)
 }
 
 
@@ -202,27 +180,21 @@ def _of_torchvision(name: str, describe: Description, *, typed: str) -> nn.Modul
     # Their extra heads would make the output a tuple.
     extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     model = zoo.get_model(name, weights=None, num_classes=describe.num_classes, **extra)
-    _try(model, describe, typed=typed)
-    return model
-
-
-def _refuse_text(typed: str, describe: Description) -> None:
-    if describe.vocabulary:
-        raise ConfigError(f"{typed} reads images, and the data is text; take model=gpt or other data")
-
-
-def _try(model: nn.Module, describe: Description, *, typed: str) -> None:
-    """Refuse images that the network cannot take, before anything long begins."""
+    # Refuse images that the network cannot take, before anything long begins.
     shapes = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    image = torch.zeros(1, *describe.input_shape, device="meta")
     try:
         with torch.no_grad():
-            torch.func.functional_call(
-                model.eval(), shapes, (torch.zeros(1, *describe.input_shape, device="meta"),)
-            )
+            torch.func.functional_call(model.eval(), shapes, (image,))
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"{typed} cannot take inputs of shape {list(describe.input_shape)} ({reason}); set data.size "
             "(many networks want 224) and data.channels=3"
         ) from error
-    model.train()
+    return model.train()
+
+
+def _refuse_text(typed: str, describe: Description) -> None:
+    if describe.vocabulary:
+        raise ConfigError(f"{typed} reads images, and the data is text; take model=gpt or other data")

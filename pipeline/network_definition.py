@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch import nn
 from ..compression.errors import ConfigError
 
 KEYS = ("name", "type", "arguments", "reads")
-NUM_CLASSES = "num_classes"
 
 
 class _Join(nn.Module):
@@ -40,17 +39,9 @@ class _Join(nn.Module):
         return self._join(values, **self._arguments)
 
 
-def _add(values: Sequence[Any]) -> Any:
-    return reduce(torch.add, values)
-
-
-def _multiply(values: Sequence[Any]) -> Any:
-    return reduce(torch.mul, values)
-
-
 JOINS: dict[str, tuple[Callable[..., Any], set[str]]] = {
-    "add": (_add, set()),
-    "mul": (_multiply, set()),
+    "add": (partial(reduce, torch.add), set()),
+    "mul": (partial(reduce, torch.mul), set()),
     "cat": (torch.cat, {"dim"}),
 }
 """Functions of several values, with the arguments that each takes."""
@@ -123,16 +114,13 @@ def from_layers(
 
 
 def network(*, file: str, num_classes: int | None = None) -> nn.Module:
-    """Return the network that a YAML file defines (``model=layers model.file=FILE``).
-
-    Raises:  ConfigError: the file cannot be read, is no YAML, or defines no network.
-    """
+    """Return the network that a YAML file defines (``model=layers model.file=FILE``); raises ConfigError."""
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"model.file={file} cannot be read ({getattr(error, 'strerror', None) or error}); name a "
-            "YAML file of layers"
+            f"model.file={file} cannot be read ({reason}); name a YAML file of layers"
         ) from error
     except yaml.YAMLError as error:
         text = " ".join(str(error).split())
@@ -177,7 +165,14 @@ def _step(
         raise ConfigError(
             f"arguments of layer {name} is a mapping, found {arguments!r:.40}; write {{KEY: VALUE}}"
         )
-    given = {key: _argument(name, key, value, num_classes) for key, value in arguments.items()}
+    given = {}
+    for key, value in arguments.items():
+        if value == "num_classes":
+            if num_classes is None:
+                rule = f"{key} of layer {name} is num_classes, which is not known"
+                raise ConfigError(f"{rule}; write the number")
+            value = num_classes
+        given[key] = tuple(value) if isinstance(value, list) else value
     return name, reads, _module(name, layer["type"], given)
 
 
@@ -194,23 +189,14 @@ def _module(name: str, kind: object, arguments: dict[str, Any]) -> nn.Module:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)) or cls is nn.Module:
         known = {one.lower(): one for one in (*vars(nn), *JOINS)}
         near = get_close_matches(str(kind).lower(), known, 1)
-        hint = (
-            f"did you mean {known[near[0]]}?" if near else f"use a class of torch.nn, or {', '.join(JOINS)}"
-        )
+        other = f"use a class of torch.nn, or {', '.join(JOINS)}"
+        hint = f"did you mean {known[near[0]]}?" if near else other
         raise ConfigError(f"type of layer {name} is no class of torch.nn, found {kind}; {hint}")
     try:
         return cls(**arguments)
     except (TypeError, ValueError, RuntimeError, AssertionError, AttributeError) as error:
         reason = f"{error}".partition("\n")[0].replace(f"{cls.__name__}.__init__() ", "")
         raise ConfigError(f"{kind} of layer {name} refuses its arguments: {reason}") from error
-
-
-def _argument(name: str, key: str, value: Any, num_classes: int | None) -> Any:
-    if value == NUM_CLASSES:
-        if num_classes is None:
-            raise ConfigError(f"{key} of layer {name} is num_classes, which is not known; write the number")
-        return num_classes
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _check_name(name: object, what: str, known: Sequence[str]) -> None:

@@ -45,21 +45,9 @@ from .optimizer.scale import Scaler
 from .optimizer.separability import check_separable, seems_by_element
 from .optimizer.update import Update
 from .partition.partition import partition
-from .runtime import fingerprints
+from .runtime import arguments, fingerprints
 from .runtime.agreement import Agreement, SameBatches
-from .runtime.arguments import (
-    Options,
-    check_codecs,
-    check_gradients,
-    check_layers,
-    check_momentum,
-    check_options,
-    check_plan,
-    check_update,
-    check_written,
-    optimizer_of,
-    scheduler_of,
-)
+from .runtime.arguments import Options, check_gradients
 from .runtime.auto_codec import policy_named
 from .runtime.batches import Criterion, Weight, joined, micro_batches, tokens_of, total_loss
 from .runtime.device_frames import frames_of
@@ -163,14 +151,13 @@ class Pipeline:
             detect_anomaly=detect_anomaly, memory=memory, disk=disk,
         )  # fmt: skip
         if guard is not None:
-            raise PlanError(
-                f"guard= is called detect_anomaly= now, found guard={guard!r}; give detect_anomaly={guard!r}"
-            )
+            name = "guard= is called detect_anomaly= now"
+            raise PlanError(f"{name}, found guard={guard!r}; give detect_anomaly={guard!r}")
         self.leaves, self.asked, self.num_steps = world is None, 0, 0
         self.world = world or check_joined(World.default(deadline=deadline))
         self.rank, self.weight, self.agreement = self.world.rank, weight, Agreement(self.world)
         with self.agreement.all_or_none("making a Pipeline"):
-            check_options(model, plan, options)
+            arguments.check_options(model, plan, options)
             self.values = values_of(model, load_weights=load_weights, init_weights=init_weights, seed=seed)
             home = rank_device(model, self.world, device)
             self._agree(model, plan, options, home)
@@ -179,7 +166,11 @@ class Pipeline:
             own = self._cut(model, options, graph)
             self._make_optimizers(model, own, options)
             self._make_engine(model, own, options, resident)
-        self.share_by(shares)
+        with self.agreement.all_or_none("sharing out micro-batches"):
+            check_asked(shares, self.plan)
+            (shares, *_) = self.agreement.exchange("its shares", shares)
+        self.load_balancer = LoadBalancer(follows=shares is not None and not self.world.is_alone)
+        self.begin_shares()
 
     @classmethod
     def of(
@@ -246,13 +237,14 @@ class Pipeline:
         compared = options.compared()
         if self.values:
             compared |= {"load_weights or init_weights": self.values.description}
-        optimizer, scheduler = options.optimizer, options.scheduler
-        facts = functools.partial(fingerprints.of_pipeline, model, optimizer, scheduler, compared, home.torch)
-        self.agreement.agree("its arguments", facts)
+        given = model, options.optimizer, options.scheduler, compared, home.torch
+        self.agreement.agree("its arguments", lambda: fingerprints.of_pipeline(*given))
         self.plan = plan = self.agreement.agree_on_plan(plan)
-        check_update(model, plan, clip=options.clip, scope=options.clip_scope, scaler=options.scaler)
+        arguments.check_update(
+            model, plan, clip=options.clip, scope=options.clip_scope, scaler=options.scaler
+        )
         check_gradients()
-        check_plan(plan, model, self.world)
+        arguments.check_plan(plan, model, self.world)
         alone = [(0,)] * plan.num_stages
         self.ranks_of_stages = alone if self.world.is_alone else [stage.ranks for stage in plan.stages]
 
@@ -269,30 +261,29 @@ class Pipeline:
             model.to(self.world.device.torch)
 
     def _cut(self, model: nn.Module, options: Options, graph: LayerGraph | None) -> Ownership:
-        """3. Trace ``model`` and cut it into the stages of this process; return the owners of its
-        parameters.
-        """
+        """3. Trace ``model`` and cut it into the stages of this process; return the parameters' owners."""
         autocast, memory = options.autocast, options.memory
         self.nan_check = Guard(options.checks_gradients) if options.detect_anomaly else None
         if not model.training:
             model.train()
         graph = graph_of(model, self.plan, autocast, graph)
         self.agreement.agree("the layers of a model", lambda: fingerprints.of_layers(graph))
-        check_layers(self.plan, graph)
-        check_written(self.plan, model, graph)
+        arguments.check_layers(self.plan, graph)
+        arguments.check_written(self.plan, model, graph)
         if not self.world.is_alone:
             check_replicated(self.plan, model, graph)
         self.call = graph.train.call
         self.steps = Steps(self.plan, graph, model, self.agreement)
         self.feed = StreamFeed(self.plan, self.steps) if self.plan.streams else SynchronousFeed(self.steps)
         self.feed.rehearse([graph.example_inputs] * self.plan.micro_batches)
-        check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
+        arguments.check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
         own = ownership(model, self.plan, graph, self.steps, self.world)
+        last = self.plan.num_stages - 1
         if self.values:
-            last, parts = self.plan.num_stages - 1, {"steps": self.steps, "graph": graph}
-            give_values(model, self.values, own=own, devices=self.devices, last=last, **parts)
+            parts = {"own": own, "steps": self.steps, "graph": graph, "devices": self.devices, "last": last}
+            give_values(model, self.values, **parts)
             own = ownership(model, self.plan, graph, self.steps, self.world)
-        spread(model, own, self.steps, self.devices, last=self.plan.num_stages - 1)
+        spread(model, own, self.steps, self.devices, last=last)
         limit = self.plan.memory
         if limit is not None and self.world.is_alone:  # this process is all ranks
             limit *= self.plan.num_ranks
@@ -311,7 +302,7 @@ class Pipeline:
             stores=StoreOptions(disk=self.disk, tiers=tiers),
         )
         self.reads_inputs = 0 in self.stages  # of a batch; else they may be on the meta device
-        self.reads_targets = self.plan.num_stages - 1 in self.stages or callable(self.weight)
+        self.reads_targets = last in self.stages or callable(self.weight)
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
         homes = {name: {stage} for name, stage in own.stage_of.items()}
         homes |= {name: self.state.readers.get(id(buffer), {0}) for name, buffer in model.named_buffers()}
@@ -328,7 +319,7 @@ class Pipeline:
 
     def _make_optimizers(self, model: nn.Module, own: Ownership, options: Options) -> None:
         """4. Make one optimizer for each stage here, after the sum of its replicas' gradients."""
-        plan, held, every = self.plan, self.state.of_stage, [*model.named_parameters()]
+        plan, held, every = self.plan, self.state.stages, [*model.named_parameters()]
         self.replicas = Replicas(plan, self.world, own=own, stages=self.stages, held=held)
         self.mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
         self.update = Update(
@@ -336,8 +327,8 @@ class Pipeline:
             parameters=own.here,
             owner={name: own.ranks[name] for name, _ in every},
             weights={s: stage.weights for s, stage in self.stages.items()},
-            optimizer=optimizer_of(options.optimizer),
-            scheduler=scheduler_of(options.scheduler) if options.scheduler else None,
+            optimizer=arguments.optimizer_of(options.optimizer),
+            scheduler=arguments.scheduler_of(options.scheduler) if options.scheduler else None,
             every=every,
             clip=options.clip,
             scope=options.clip_scope,
@@ -348,7 +339,7 @@ class Pipeline:
             divided=plan.sharded,
             mirrors=self.mirrors,
         )
-        check_momentum(model, self.update.optimizers.values())
+        arguments.check_momentum(model, self.update.optimizers.values())
         if (shared := self.update.scheduler) is not None:
             self.agreement.agree("its scheduler", lambda: fingerprints.of_scheduler(shared.made))
         check_separable(options.optimizer, every, own.parts, [*self.update.optimizers.values()])
@@ -445,13 +436,13 @@ class Pipeline:
             step = self.feed.feed(batches, step=self.num_steps, extra=self.policy.extra)
         samples = sum(call.samples_of(batch.inputs) for batch in batches)
         with self.whole():
-            report = self._run(
-                step, num_samples=samples, num_tokens=tokens_of(batches), began=began, outputs=outputs
-            )
+            counts = {"num_samples": samples, "num_tokens": tokens_of(batches)}
+            report = self._run(step, **counts, began=began, outputs=outputs)
             others = functools.partial(self.feed.messages, step)
             self.policy.end(others, self.meter.spans, report.seconds)
             self.num_steps += 1
-            self.next_shares(report, len(batches))
+            seconds = report.worked_seconds
+            self._take(self.load_balancer.after(self.plan, number=len(batches), seconds=seconds))
         return report
 
     @held
@@ -545,16 +536,14 @@ class Pipeline:
             with self.loading():
                 self.num_steps = self.state.load(self.update, parts)
         self.begin_shares()
-        self.same.restart()
+        self.same.counts.clear()  # compare the next batch of every kind
 
     def timeline(self) -> list[Span]:
         """Return the spans of all ranks in the last step, in seconds since it began; collective."""
         return gather_spans(self.world, self.meter.spans)
 
     def flows(self) -> list[dict[str, Any]]:
-        """Return the traffic by flow: values and gradients, stages, codec now, bytes raw and sent;
-        collective.
-        """
+        """Return the traffic by flow: value or gradient, stages, codec, bytes raw and sent; collective."""
         return gather_flows(self.world, self.meter.totals, self.policy)
 
     def parameters_resident(self) -> contextlib.AbstractContextManager[None]:
@@ -571,8 +560,7 @@ class Pipeline:
         return self.parameters_resident()
 
     def close_stages(self, *, keeps_model: bool = True) -> None:
-        """End the threads of the stages, and let go of what they keep on disk; ``keeps_model``: bring
-        parameters back ahead of it."""
+        """Do what ``close`` does, and keep the group of ranks."""
         self.failures.closed = "was closed"
         for stage in self.stages.values():
             if stage.mirror and keeps_model:
@@ -599,34 +587,16 @@ class Pipeline:
         return self.world.is_alone or self.plan.owner(-1) == self.rank
 
     def reads(self, micro_batch: int) -> bool:
-        """True if this process runs the first stage for a micro-batch of the next step, so reads its
-        inputs.
-        """
+        """True if this process reads the inputs of a micro-batch of the next step, on the first stage."""
         return self.world.is_alone or self.plan.rank_of(0, micro_batch) == self.rank
 
     def reads_tests(self, _: int = 0) -> bool:
         """True if this process reads the batches of an evaluation: one replica of the first stage does."""
         return self.world.is_alone or self.plan.owner(0) == self.rank
 
-    def share_by(self, asked: str | None) -> None:
-        """Share out the steps as ``asked`` on rank 0, from the next one on; collective.
-
-        Raises:
-            PlanError: It means nothing, or suits another plan.
-        """
-        with self.agreement.all_or_none("sharing out micro-batches"):
-            check_asked(asked, self.plan)
-            (asked, *_) = self.agreement.exchange("its shares", asked)
-        self.load_balancer = LoadBalancer(follows=asked is not None and not self.world.is_alone)
-        self.begin_shares()
-
     def begin_shares(self, kept: Shares = (), seconds: Seconds = NONE) -> None:
         """Begin with the step that is next; ``kept``, ``seconds``: those of a checkpoint that was loaded."""
         self._take(self.load_balancer.begin(self.plan, kept, seconds))
-
-    def next_shares(self, report: Report, number: int) -> None:
-        """Take up the shares of the next step, behind one of ``number`` micro-batches, which is reported."""
-        self._take(self.load_balancer.after(self.plan, number=number, seconds=report.worked_seconds))
 
     def _take(self, plan: Plan) -> None:
         if plan is not self.plan:
@@ -650,11 +620,8 @@ class Pipeline:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """The block in which a checked state is taken over: one that breaks off leaves parts of two."""
-        failures = self.failures
-        before, failures.over = (
-            failures.over,
-            "a load was broken off, so parts are of two states; load it again",
-        )
+        failures, before = self.failures, self.failures.over
+        failures.over = "a load was broken off, so parts are of two states; load it again"
         try:
             yield
             failures.over = ""

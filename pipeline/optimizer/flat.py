@@ -53,7 +53,6 @@ class FlatGradients:
 
     Args:    pieces: into how many equal parts a buffer must go.
              owners: by place the replica that updates a parameter; none: all of them do.
-             slice_bytes: how long a slice is, but for its last parameter.
              reuses: memory of buffers stays for the next step."""
 
     def __init__(
@@ -69,10 +68,11 @@ class FlatGradients:
         self.layouts = [torch.empty_like(p, device="meta", requires_grad=False) for _, p in named]
         self.named, self.offsets, self.sizes = named, dict[torch.dtype, list[tuple[int, int]]](), {}
         for place, (_, parameter) in reversed([*enumerate(named)]):
-            if adds_up(parameter.dtype):
-                start = self.sizes.get(parameter.dtype, 0)
-                self.offsets.setdefault(parameter.dtype, []).append((place, start))
-                self.sizes[parameter.dtype] = start + parameter.numel()
+            dtype = parameter.dtype  # whole numbers have no gradient, and torch adds no two of eight bits
+            if (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1:
+                start = self.sizes.get(dtype, 0)
+                self.offsets.setdefault(dtype, []).append((place, start))
+                self.sizes[dtype] = start + parameter.numel()
         self.slices = sorted(self._sliced(slice_bytes), key=lambda one: -min(one.places))
         self.sizes = {dtype: -(-size // pieces) * pieces for dtype, size in self.sizes.items()}
         self._spent: list[dict[torch.dtype, torch.Tensor]] = []
@@ -104,9 +104,8 @@ class FlatGradients:
     def gather(
         self, gradients: Gradients, into: dict[torch.dtype, torch.Tensor] | None = None
     ) -> dict[torch.dtype, torch.Tensor]:
-        """Copies of the ``gradients`` by place, of all parameters together; raises what ``take`` does.
-
-        Args:    into: buffers with others of them, which get those that there are; None: new ones."""
+        """Copies of the ``gradients`` by place, of all parameters together; ``into``: buffers with others of
+        them, which get those that there are."""
         found = self.buffers() if into is None else into
         for dtype, offsets in self.offsets.items():
             for place, start in offsets:
@@ -114,21 +113,12 @@ class FlatGradients:
                     self.take(found[dtype], place, start, gradients[place])
         return found
 
-    def gather_parameters(self, flats: Buffers, one: Slice) -> None:
-        """Copy the parameters of a slice to where their gradients are in ``flats``."""
-        for place, flat in self._parts(flats, one):
-            flat.copy_(self.named[place][1].detach())
-
-    def spread_parameters(self, flats: Buffers, one: Slice) -> None:
-        """Write the parameters of a slice from there."""
-        for place, flat in self._parts(flats, one):
-            self.named[place][1].detach().copy_(flat)
-
-    def _parts(self, flats: Buffers, one: Slice) -> Iterator[tuple[int, torch.Tensor]]:
+    def parameters(self, flats: Buffers, one: Slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each parameter of a slice, and where its gradient is in ``flats``."""
         start = one.start
         for place in one.places:
-            layout = self.layouts[place]
-            yield place, flats[one.dtype][start : (start := start + layout.numel())].view(layout.shape)
+            parameter, layout = self.named[place][1].detach(), self.layouts[place]
+            yield parameter, flats[one.dtype][start : (start := start + layout.numel())].view(layout.shape)
 
     def take(self, flat: torch.Tensor, place: int, start: int, gradient: torch.Tensor | None) -> None:
         """Copy the gradient of the parameter at ``place``, -0.0 for none, to ``flat`` from ``start`` on.
@@ -153,24 +143,17 @@ class FlatGradients:
         Args:    like: by place what to write them into; None, or on the meta device: made anew, in the layout
                  of this, or of the parameter."""
         found: dict[int, torch.Tensor | None] = {}
-        for dtype, offsets in self.offsets.items():
-            for place, start in offsets:
-                layout, into = self.layouts[place], like[place]
-                if has[place] and (into is None or into.is_meta):
-                    device = self.named[place][1].device
-                    into = torch.empty_like(layout if into is None else into, device=device)
-                flat = flats[dtype][start : start + layout.numel()]
-                found[place] = (
-                    into.copy_(flat.view(layout.shape)) if has[place] and into is not None else None
-                )
+        for place, dtype, start in ((p, d, s) for d, offsets in self.offsets.items() for p, s in offsets):
+            layout, into = self.layouts[place], like[place]
+            if not has[place]:
+                found[place] = None
+                continue
+            if into is None or into.is_meta:
+                device = self.named[place][1].device
+                into = torch.empty_like(layout if into is None else into, device=device)
+            flat = flats[dtype][start : start + layout.numel()]
+            found[place] = into.copy_(flat.view(layout.shape))
         return found
-
-
-def adds_up(dtype: torch.dtype) -> bool:
-    """True if gradients of this dtype can be summed: no whole numbers, and torch adds no two of eight
-    bits.
-    """
-    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 def _none(dtype: torch.dtype) -> complex:

@@ -1,6 +1,4 @@
-"""Making an optimizer from what a person gives: a function of (name, parameter) pairs, as torch's take them.
-
-A pipeline has one per stage."""
+"""Making an optimizer from what a person gives: a function of (name, parameter) pairs."""
 
 from __future__ import annotations
 
@@ -32,13 +30,11 @@ def make_optimizer(optimizer: Make, named: Iterable[tuple[str, torch.nn.Paramete
     except ValueError as error:
         if "empty parameter list" in str(error):  # the caller's choice of names leaves nothing on this stage
             return None
-        raise PlanError(
-            f"the optimizer of a stage cannot be made: {error}; leave out groups that are empty"
-        ) from error
+        rule = f"the optimizer of a stage cannot be made: {error}"
+        raise PlanError(f"{rule}; leave out groups that are empty") from error
     if not isinstance(made, Optimizer):
-        raise PlanError(
-            f"optimizer makes a torch optimizer from (name, parameter) pairs, found {type(made).__name__}"
-        )
+        found = type(made).__name__
+        raise PlanError(f"optimizer makes a torch optimizer from (name, parameter) pairs, found {found}")
     given = {id(parameter) for _, parameter in pairs}
     if any(id(parameter) not in given for group in made.param_groups for parameter in group["params"]):
         raise PlanError(

@@ -29,10 +29,8 @@ SEPARABLE = frozenset(
     for name in "Adadelta Adafactor Adagrad Adam Adamax AdamW ASGD Muon NAdam RAdam RMSprop Rprop SGD".split()
 )
 """The optimizers of torch.optim that update each parameter by its own gradient and state; LBFGS does not."""
-
 SCALES = (1e-3, 1.0, 30.0, 1e3, 1.0)
 """How large the gradients of each update of a trial are; the last has an infinite one."""
-
 
 BY_ELEMENT = SEPARABLE - {torch.optim.Adafactor, torch.optim.Muon}
 """Those that update each element by itself, so that pieces of a parameter get the same bits."""
@@ -185,8 +183,7 @@ def _refusal(optimizer: Make, named: Named, part_of: Mapping[str, int], *, in_tu
 
 
 def _stand_ins(named: Named) -> Named:
-    """Small parameters under the same names: same dtype, dimensions and wish for a gradient, sizes of up to
-    3, 4 or 5."""
+    """Small parameters under the same names, with the same dtype, dimensions and wish for a gradient."""
     source, stand_ins = torch.Generator().manual_seed(0), []
     for place, (name, parameter) in enumerate(named):
         limits = [3 + place % 3] * 2 + [2] * parameter.dim()
@@ -197,7 +194,6 @@ def _stand_ins(named: Named) -> Named:
 
 
 def _settings(optimizer: Optimizer | None, named: Named) -> dict[str, dict[str, Any]]:
-    """The hyper-parameters that each parameter has."""
     names = {id(parameter): name for name, parameter in named}
     groups = [] if optimizer is None else optimizer.param_groups
     return {names[id(p)]: settings_of(group) for group in groups for p in group["params"]}
@@ -247,11 +243,11 @@ def _random(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator) -
 
 def _differ(a: Any, b: Any) -> bool:
     """True if tensors or numbers in these trees differ."""
+
+    def is_other(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return not same_bits(a, b)
+        return isinstance(a, int | float) and isinstance(b, int | float) and a != b and (a == a or b == b)
+
     (leaves, form), (others, other_form) = tree_flatten(a), tree_flatten(b)
-    return form != other_form or any(map(_is_other, leaves, others))
-
-
-def _is_other(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return not same_bits(a, b)
-    return isinstance(a, int | float) and isinstance(b, int | float) and a != b and (a == a or b == b)
+    return form != other_form or any(map(is_other, leaves, others))

@@ -28,34 +28,24 @@ _GIVEN = (*_OF_GROUPS, "_last_lr", "milestones")  # or what the optimizer has
 
 
 class SharedScheduler:
-    """A scheduler of the whole model, and the optimizers of this process's stages, which may step apart.
-
-    Attributes:
-        made: The scheduler.
-        num_steps: By stage how many of its updates it has followed.
-    """
+    """A scheduler of the whole model, ``made``, and the optimizers of this process's stages, which may step
+    apart; ``num_steps``: by stage how many of its updates it has followed."""
 
     def __init__(
         self, scheduler: MakeScheduler, optimizer: Make, *, named: Named, stages: Mapping[int, Optimizer]
     ) -> None:
-        """Make it, and hand the stages what it sets at once.
+        """Make it, and hand the stages what it sets at once; raises PlanError.
 
         Args:
-            scheduler: Makes it from an optimizer.
-            optimizer: Makes an optimizer from (name, parameter) pairs.
             named: All parameters of the model, of other ranks too.
-            stages: The optimizer of each stage here.
-
-        Raises:
-            PlanError: One of them cannot be made.
-        """
+            stages: The optimizer of each stage here."""
         whole = make_optimizer(optimizer, named)
         assert whole is not None, "a stage has an optimizer"
         whole.state.clear()  # some optimizers begin with tensors
         place = {id(p): number for number, group in enumerate(whole.param_groups) for p in group["params"]}
         self._whole, self._stages = whole, stages
         self._places = {
-            stage: [place[id(group["params"][0])] if group["params"] else None for group in made.param_groups]
+            stage: [(place[id(g["params"][0])], n) for n, g in enumerate(made.param_groups) if g["params"]]
             for stage, made in stages.items()
         }
         for group in [group for made in (whole, *stages.values()) for group in made.param_groups]:
@@ -82,10 +72,7 @@ class SharedScheduler:
             del self._changes[old]
 
     def state(self) -> dict[str, Any]:
-        """Its state, as JSON says it.
-
-        Raises:
-            PlanError: It keeps something else."""
+        """Its state, as JSON says it; raises PlanError where it keeps something else."""
         kept = _without(self.made.state_dict(), _GIVEN, unless=is_plain)
         for name, value in kept.items():
             if not is_plain(value):
@@ -106,23 +93,19 @@ class SharedScheduler:
 
     def _take(self, stage: int) -> None:
         """Copy a stage's settings to the optimizer of the whole model; the stage's optimizer may set some."""
-        for place, group in zip(self._places[stage], self._stages[stage].param_groups, strict=True):
-            if place is not None:
-                _set(self._whole.param_groups[place], settings_of(group))
+        for place, number in self._places[stage]:
+            _set(self._whole.param_groups[place], settings_of(self._stages[stage].param_groups[number]))
 
     def _hand(self, stage: int) -> None:
         """Set in the optimizer of a stage what the scheduler changed."""
-        changes = self._changes[self.num_steps[stage]]
-        for place, group in zip(self._places[stage], self._stages[stage].param_groups, strict=True):
-            if place is not None:
-                _set(group, changes[place])
+        for place, number in self._places[stage]:
+            _set(self._stages[stage].param_groups[number], self._changes[self.num_steps[stage]][place])
 
     def _changed(self, before: list[Settings]) -> list[Settings]:
         """By group what the scheduler changed."""
-        now = [_copied(group) for group in self._whole.param_groups]
-        pairs = zip(before, now, strict=True)
         return [
-            {k: v for k, v in ours.items() if k not in then or not _same(then[k], v)} for then, ours in pairs
+            {k: v for k, v in _copied(group).items() if k not in then or not _same(then[k], v)}
+            for then, group in zip(before, self._whole.param_groups, strict=True)
         ]
 
 

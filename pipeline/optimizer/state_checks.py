@@ -73,14 +73,15 @@ def _is_number(value: object) -> bool:
 
 def check_real(where: str, found: object) -> None:
     """A tensor whose elements are there to be copied."""
-    strange = "" if isinstance(found, torch.Tensor) else kind_of(found)
-    if isinstance(found, torch.Tensor):
-        if type(found) not in (torch.Tensor, torch.nn.Parameter):
-            strange = f"a {type(found).__name__}"
-        elif found.layout != torch.strided or found.is_quantized or found.is_meta:
-            strange = "a meta tensor" if found.is_meta else "a sparse or quantised one"
-    if strange:
-        raise PlanError(f"{where} of a state is a dense tensor, found {strange}; {OURS}")
+    if not isinstance(found, torch.Tensor):
+        strange = kind_of(found)
+    elif type(found) not in (torch.Tensor, torch.nn.Parameter):
+        strange = f"a {kind_of(found)}"
+    elif found.is_meta or found.layout != torch.strided or found.is_quantized:
+        strange = "a meta tensor" if found.is_meta else "a sparse or quantised one"
+    else:
+        return
+    raise PlanError(f"{where} of a state is a dense tensor, found {strange}; {OURS}")
 
 
 def check_parts(state: object) -> Mapping[str, Any]:
@@ -94,17 +95,14 @@ def check_parts(state: object) -> Mapping[str, Any]:
             "one from state_dict"
         )
     if not isinstance(state.get("optimizer_class"), str | None):
-        raise PlanError(
-            f"optimizer_class of a state is a name, found {kind_of(state['optimizer_class'])}; {OURS}"
-        )
+        found = kind_of(state["optimizer_class"])
+        raise PlanError(f"optimizer_class of a state is a name, found {found}; {OURS}")
     for part in ("model", "optimizer"):
         if not isinstance(state[part], Mapping):
             raise PlanError(f"{part} of a state is a dict by name, found {kind_of(state[part])}; {OURS}")
     if type(state["step"]) is not int or state["step"] < 0:
-        raise PlanError(
-            f"step of a state is a whole number from 0, found {kind_of(state['step'])} "
-            f"{state['step']!r:.40}; {OURS}"
-        )
+        found = f"{kind_of(state['step'])} {state['step']!r:.40}"
+        raise PlanError(f"step of a state is a whole number from 0, found {found}; {OURS}")
     return state
 
 
@@ -118,10 +116,8 @@ def check_names(what: str, theirs: Collection[str], ours: Collection[str]) -> No
 def check_model(
     found: Mapping[str, Any], expected: Mapping[str, torch.Tensor], shared: Mapping[str, str]
 ) -> None:
-    """Every tensor that is expected, under its name, with its shape and dtype.
-
-    Args:    expected: may be on the meta device.
-             shared: for every further name of a tensor its first one."""
+    """Every tensor that is expected, with its shape and dtype; ``expected`` may be on the meta device,
+    ``shared`` has for every further name of a tensor its first one."""
     for key, ours in expected.items():
         check_like(f"{key} of the model", ours, found[key])
     for key, first in shared.items():
@@ -148,9 +144,9 @@ def check_kept(name: str, kept: object) -> None:
     """Check one parameter's state of any optimizer: real tensors and plain values."""
     parts = [kept.get(part) for part in ("state", "group")] if isinstance(kept, Mapping) else [kept]
     if not isinstance(kept, Mapping) or not all(isinstance(part, Mapping) for part in parts):
+        found = " and ".join(map(kind_of, parts))
         raise PlanError(
-            f"the optimizer of a state has two dicts for {name}, state and group, found "
-            f"{' and '.join(map(kind_of, parts))}; {OURS}"
+            f"the optimizer of a state has two dicts for {name}, state and group, found {found}; {OURS}"
         )
     for key, value in (*kept["state"].items(), *kept["group"].items()):
         where = f"{key} of {name} in the optimizer"
@@ -169,15 +165,7 @@ def check_optimizer(
 ) -> None:
     """Refuse a state that one optimizer does not have: its class, its hyper-parameters, its entries.
 
-    Args:
-        state: Its parts ``optimizer_class``, ``optimizer`` and ``scheduler`` are read.
-        made: The optimizer.
-        names: Name of every parameter by identity.
-        away: Memory of each offloaded parameter, by identity.
-
-    Raises:
-        PlanError: Keys, shapes, dtypes or kinds of values differ.
-    """
+    ``names``: those of parameters by identity; ``away``: likewise the memory of offloaded ones."""
     kind, name_of_class = type(made).__name__, state.get("optimizer_class")
     if name_of_class is not None and kind not in name_of_class.split(", "):
         raise PlanError(

@@ -1,7 +1,7 @@
 """Do all ranks mean the same training? Ranks that were given different plans, weights, settings or batches
 would train some other model, with nothing to be seen of it.
 
-Facts (``facts.py``) are compared as one digest in one small exchange; only where digests differ do the ranks
+Facts are compared as one digest in one small exchange; only where digests differ do the ranks
 tell each other the facts, and all of them refuse with one sentence that names the first difference. What one
 rank refuses for itself in such a place travels the same way, so that no rank waits for one that has left."""
 
@@ -35,9 +35,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def all_or_none(self, at: str) -> Iterator[None]:
-        """Do the block on every rank or on none: a refusal of one rank is raised on all.
-
-        Raises: Disagreement: another rank refused."""
+        """Do the block on every rank or on none: a refusal of one rank is raised on all, as Disagreement."""
         try:
             yield
         except (Disagreement, TransportError):
@@ -48,17 +46,14 @@ class Agreement:
         self.agree(at, list)
 
     def agree(self, at: str, told: Callable[[], Sequence[Fact]]) -> None:
-        """Go on where all ranks have the same facts.
+        """Go on where all ranks have the facts that ``told`` makes; raises Disagreement.
 
-        Args:   at: where in its program this rank is; told: what makes the facts, asked among several ranks.
-        Raises: Disagreement: they differ, and how; or another rank refused.
-        """
+        Args:   at: where in its program this rank is."""
         if self.world.size == 1:
             return
         facts = told()
-        digest = hashlib.blake2b(
-            "\n".join(f"{fact.what}\0{fact.value}" for fact in facts).encode(errors="replace")
-        )
+        text = "\n".join(f"{fact.what}\0{fact.value}" for fact in facts)
+        digest = hashlib.blake2b(text.encode(errors="replace"))
         if len(set(self.exchange(at, digest.hexdigest()))) == 1:
             return
         rows = self.world.all_gather_json([dataclasses.astuple(fact) for fact in facts], at=at)
@@ -95,10 +90,7 @@ class Agreement:
         """Rank 0's plan, on every rank.
 
         A rank may have none, or one that was asked for in the same words: measured seconds vary, so the same
-        question may find other cuts.
-
-        Raises: Disagreement: rank 0 has none, or a rank's plan asks for something else.
-        """
+        question may find other cuts. Raises Disagreement where a plan asks for something else."""
         if self.world.size == 1:
             if plan is None:
                 raise PlanError(
@@ -112,14 +104,16 @@ class Agreement:
                 "rank 0 decides the plan of all ranks, found plan=None on rank 0; give rank 0 one from "
                 "penstock.partition"
             )
-        plans = [None if row is None else Plan.of_json(row, f"rank {rank}") for rank, row in enumerate(rows)]
-        chosen = plans[0]
+        chosen, *others = [
+            row if row is None else Plan.of_json(row, f"rank {r}") for r, row in enumerate(rows)
+        ]
         assert chosen is not None
-        for rank, theirs in enumerate(plans):
+        for rank, theirs in enumerate(others, start=1):
             if theirs is not None and (found := _other_wish(chosen, theirs)):
+                what, ours, other = found
                 raise Disagreement(
-                    f"all ranks train by one plan: {found[0]} is {_short(found[1])} on rank 0 and "
-                    f"{_short(found[2])} on rank {rank}; plan with the same options on every rank, or give "
+                    f"all ranks train by one plan: {what} is {_short(ours)} on rank 0 and {_short(other)} on "
+                    f"rank {rank}; plan with the same options on every rank, or give "
                     "plan=None on every rank but 0"
                 )
         return dataclasses.replace(chosen, graph=plan.graph if plan else None)
@@ -127,11 +121,12 @@ class Agreement:
 
 def _difference(ours: Fact | None, first: int, theirs: Fact | None, rank: int) -> str:
     """Describe the difference of ranks ``first`` and ``rank``: two values of one thing, or two things."""
-    said = [f"has {fact.what}" if fact else "has no more" for fact in (ours, theirs)]
-    found = f"rank {first} {said[0]} where rank {rank} {said[1]}"
     if ours and theirs and ours.what == theirs.what:
         values = f"{_short(ours.value)} on rank {first} and {_short(theirs.value)} on rank {rank}"
         found = f"{ours.what} is {values}"
+    else:
+        parts = [f"has {fact.what}" if fact else "has no more" for fact in (ours, theirs)]
+        found = f"rank {first} {parts[0]} where rank {rank} {parts[1]}"
     known = ours or theirs
     assert known is not None, "places that differ are not both empty"
     return f"all ranks train one model alike: {found}; {known.remedy}"
@@ -163,14 +158,10 @@ class SameBatches:
     """Compares the first batch of a kind across ranks, and every hundredth; the others cost nothing.
 
     Args:    stop: (where, error) -> what to raise when this rank refuses a batch that others take: they
-             find out in the middle of it.
-             every: batches from one that is compared to the next.
-    """
+             find out in the middle of it."""
 
-    def __init__(
-        self, agreement: Agreement, stop: Callable[[str, Exception], Exception], *, every: int = EVERY
-    ) -> None:
-        self.agreement, self.stop, self.every = agreement, stop, every
+    def __init__(self, agreement: Agreement, stop: Callable[[str, Exception], Exception]) -> None:
+        self.agreement, self.stop, self.every = agreement, stop, EVERY
         self.several = agreement.world.size > 1
         self.counts: Counter[str] = Counter()
         self.due = False
@@ -198,7 +189,3 @@ class SameBatches:
             self.due = False
             place = self.agreement.world.device.torch
             self.agreement.agree(self.at, lambda: [*of_process(place), *told()])
-
-    def restart(self) -> None:
-        """Compare the next batch of every kind."""
-        self.counts.clear()

@@ -1,5 +1,4 @@
-"""Refusals of Pipeline before anything runs: each a PlanError with the rule, what was found and the
-remedy."""
+"""Refusals of Pipeline before anything runs: each a PlanError with rule, finding and remedy."""
 
 from __future__ import annotations
 
@@ -54,10 +53,7 @@ class Options:
     disk: DiskOptions
 
     def compared(self) -> dict[str, Any]:
-        """Return what every rank must give alike, by the names of arguments.
-
-        Optimizer and scheduler are compared by what they make of the model.
-        """
+        """Return what every rank must give alike; optimizer and scheduler are compared by what they make."""
         apart = ("optimizer", "scheduler", "deadline", "memory", "disk")
         names = (field.name for field in dataclasses.fields(self))
         return {name: getattr(self, name) for name in names if name not in apart}
@@ -69,9 +65,7 @@ class Options:
 
 
 def check_options(model: object, plan: object, options: Options) -> None:
-    """Refuse what a person may have passed to Pipeline by mistake.
-
-    Raises: PlanError: an argument is none that it takes."""
+    """Refuse what a person may have passed to Pipeline by mistake."""
     loss, optimizer, scheduler, clip = options.loss, options.optimizer, options.scheduler, options.clip
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan | None):
         raise PlanError(
@@ -121,7 +115,8 @@ def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], O
         except (PlanError, ValueError):
             raise
         except Exception as error:
-            raise PlanError(f"the optimizer of a stage cannot be made: {_format_error(error)}") from error
+            rule = "the optimizer of a stage cannot be made"
+            raise PlanError(f"{rule}: {type(error).__name__}: {error}") from error
 
     return make
 
@@ -133,7 +128,8 @@ def scheduler_of(scheduler: Callable[[Optimizer], LRScheduler]) -> Callable[[Opt
         try:
             made = scheduler(optimizer)
         except Exception as error:
-            raise PlanError(f"the scheduler of a stage cannot be made: {_format_error(error)}") from error
+            rule = "the scheduler of a stage cannot be made"
+            raise PlanError(f"{rule}: {type(error).__name__}: {error}") from error
         if isinstance(made, ReduceLROnPlateau) or not callable(getattr(made, "step", None)):
             raise PlanError(
                 "scheduler makes what is stepped after every update without arguments, found "
@@ -142,10 +138,6 @@ def scheduler_of(scheduler: Callable[[Optimizer], LRScheduler]) -> Callable[[Opt
         return made
 
     return make
-
-
-def _format_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scaler: object) -> None:
@@ -248,24 +240,23 @@ def check_codecs(plan: Plan, records: Sequence[Probe], routed: Sequence[Sequence
 
 def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
     """A state of asynchronous training goes on only where micro-batches see the same versions."""
+
+    def text(versions: object) -> str:
+        if versions is None:
+            return "a synchronous schedule"
+        known = {"schedule", "weights", "prediction", "cuts"}
+        if not isinstance(versions, Mapping) or not known <= set(versions):
+            return "no known versions"
+        predicted = ", prediction=true" if versions["prediction"] else ""
+        cuts = ",".join(map(str, versions["cuts"])) if isinstance(versions["cuts"], list | tuple) else "?"
+        return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
+
     ours, theirs = plan.versions, state.get("versions")
     if ours != theirs:
         raise PlanError(
-            "a state goes on with the schedule, weights and cuts that it was made with, "
-            f"{_format_versions(theirs)}, found {_format_versions(ours)}; plan alike, or load only its "
-            "model, before the Pipeline"
+            f"a state goes on with the schedule, weights and cuts that it was made with, {text(theirs)}, "
+            f"found {text(ours)}; plan alike, or load only its model, before the Pipeline"
         )
-
-
-def _format_versions(versions: object) -> str:
-    if versions is None:
-        return "a synchronous schedule"
-    known = {"schedule", "weights", "prediction", "cuts"}
-    if not isinstance(versions, Mapping) or not known <= set(versions):
-        return "no known versions"
-    predicted = ", prediction=true" if versions["prediction"] else ""
-    cuts = ",".join(map(str, versions["cuts"])) if isinstance(versions["cuts"], list | tuple) else "?"
-    return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
 
 
 def check_written(plan: Plan, model: nn.Module, graph: LayerGraph) -> None:

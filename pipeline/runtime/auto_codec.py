@@ -28,12 +28,12 @@ from ..schedules.simulate import step_seconds
 
 Others = Callable[[int], StepMessages]  # the messages of a step by how many more are in flight
 Named = Mapping[tuple[str, str, int], str]  # a plan's: by value, way and stage, as a flow begins
+NONE: Named = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A setting that ran for some steps: seconds of a step, predicted and measured, and whether it stayed.
-
+    """A setting that ran for some steps: seconds of a step, predicted and measured, and whether it stayed;
     ``extra``: micro-batches in flight beyond the schedule's own."""
 
     name: str
@@ -53,8 +53,8 @@ class Fixed:
 
     settled = True
 
-    def __init__(self, codec: str, named: Named | None = None, *, extra: int = 0) -> None:
-        self.name, self.named, self.extra = codec, named or {}, extra
+    def __init__(self, codec: str, named: Named, *, extra: int) -> None:
+        self.name, self.named, self.extra = codec, named, extra
         self.turns: tuple[Turn, ...] = ()
 
     def codec(self, flow: Flow) -> str:
@@ -71,9 +71,7 @@ class Fixed:
         """A value or gradient is about to be packed."""
 
     def end(self, others: Others, spans: Sequence[Span], seconds: float) -> None:
-        """A step has ended; every rank calls this after every step.
-
-        ``others``: the messages of such a step with so many more in flight."""
+        """A step has ended; every rank calls this after every step."""
 
 
 def wherever_masked(codec: str, flow: Flow) -> str:
@@ -84,7 +82,6 @@ def wherever_masked(codec: str, flow: Flow) -> str:
 FREE = Cost(0.0, 0.0, 0.0)
 MASKED = "masked+"  # before a codec: on the words at the set bits of the value's bitmap alone
 LIGHTER = 0.01  # what a second of packing weighs where it lengthens no step: the fans, the neighbours
-
 
 Choice = Mapping[Flow, str]
 
@@ -101,9 +98,7 @@ class Prices:
     parallel: bool = True
 
     def cost(self, flow: Flow, choice: Choice) -> Cost:
-        """Return the cost of a flow under ``choice``; a gradient has a bitmap only if its value's codec
-        has one.
-        """
+        """Return the cost of a flow under ``choice``; a gradient has a bitmap only if its value has one."""
         codec = choice.get(flow, "raw")
         if codec.startswith(MASKED) and not has_bitmap(choice.get(flow.downstream, "raw")):
             codec = codec.removeprefix(MASKED)
@@ -144,9 +139,8 @@ def choose(messages: StepMessages, prices: Prices, *, start: Choice) -> dict[Flo
 
     best = {flow: start.get(flow, "raw") for flow in prices.costs}
     least = burden(best)
-    for flow in sorted(
-        (f for f in prices.costs if f.way == "F"), key=lambda f: -prices.costs[f]["raw"].num_bytes
-    ):
+    values = [flow for flow in prices.costs if flow.way == "F"]
+    for flow in sorted(values, key=lambda flow: -prices.costs[flow]["raw"].num_bytes):
         gradient = Flow(flow.value, "B", flow.target, flow.source)
         ways = [flow, gradient] if gradient in prices.costs else [flow]
         for codecs in product(*(_worth_trying(way, prices) for way in ways)):
@@ -160,16 +154,15 @@ def _worth_trying(flow: Flow, prices: Prices) -> list[str]:
     """Codecs of a flow without those that another one (with a bitmap only if they need one too) beats in
     bytes and in seconds at once."""
     table = prices.costs[flow]
-
-    def beaten(codec: str) -> bool:
-        cost = table[codec]
-        return any(
+    return [
+        codec
+        for codec, cost in table.items()
+        if not any(
             other.num_bytes <= cost.num_bytes and _seconds(other) < _seconds(cost)
             for name, other in table.items()
             if codec.startswith(MASKED) or not name.startswith(MASKED)
         )
-
-    return [codec for codec in table if not beaten(codec)]
+    ]
 
 
 def _seconds(cost: Cost) -> float:
@@ -192,20 +185,13 @@ class Setting(NamedTuple):
 
 
 def policy_named(
-    codec: str,
-    *,
-    named: Named | None = None,
-    extra: tuple[int, int] = (0, 0),
-    world: World,
-    deadline: float,
+    codec: str, *, named: Named = NONE, extra: tuple[int, int] = (0, 0), world: World, deadline: float
 ) -> Policy:
-    """The policy for ``codec``, the name of one or "auto".
+    """The policy for ``codec``, the name of one or "auto"; raises CodecError for others.
 
     Args:    named: what has, or begins with, another.
              extra: the fewest and the most micro-batches in flight beyond the schedule's own; 0 as the most
-             is no more than the fewest.
-    Raises:  CodecError: there is none of this name.
-    """
+             is no more than the fewest."""
     check_name(codec)
     if world.is_alone or not extra[1]:  # alone, nothing is on its way while others compute
         extra = extra[0], extra[0]
@@ -220,19 +206,18 @@ class Auto:
     Args:    named: what begins with another codec than ``START``, which is tried too, though it be lossy.
              codec: if not "auto", that of all which is not named: only what is in flight is looked for.
              extra: the fewest and the most micro-batches in flight beyond the schedule's own.
-             deadline: seconds that a wait for another rank may take.
-    """
+             deadline: seconds that a wait for another rank may take."""
 
     def __init__(
         self,
         world: World,
-        named: Named | None = None,
+        named: Named = NONE,
         *,
         codec: str = AUTO,
         extra: tuple[int, int] = (0, 0),
         deadline: float,
     ) -> None:
-        self.world, self.deadline, self.named = world, deadline, named or {}
+        self.world, self.deadline, self.named = world, deadline, named
         self.searches, self.start = codec == AUTO, START if codec == AUTO else codec
         self.extras = range(extra[0], extra[1] + 1)
         self.pool = Pool()
@@ -260,13 +245,13 @@ class Auto:
         return self.number in TRIALS or (self.number > 0 and self.number % EVERY == 0)
 
     @property
+    def _turn(self) -> int:
+        return sum(map(len, self.seconds)) % len(self.contenders)
+
+    @property
     def running(self) -> Setting | None:
         """The setting of this step: contenders take turns."""
         return [*self.contenders.values()][self._turn] if self.contenders else self.chosen
-
-    @property
-    def _turn(self) -> int:
-        return sum(map(len, self.seconds)) % len(self.contenders)
 
     @property
     def extra(self) -> int:
@@ -275,7 +260,8 @@ class Auto:
 
     def codec(self, flow: Flow) -> str:
         """That of the setting which runs."""
-        return self._start(flow) if self.running is None else self.running.codecs.get(flow, self._start(flow))
+        start = wherever_masked(self.named.get(flow[:3], self.start), flow)
+        return start if self.running is None else self.running.codecs.get(flow, start)
 
     def observed(self, messages: StepMessages) -> int | None:
         """The first micro-batch in a step of trials."""
@@ -290,15 +276,12 @@ class Auto:
         """Try on a sample every codec that may be chosen."""
         part = sample(item.detach())
         mask = None if message.answers is None else self.masks.pop(message.answers, None)
-        own = self.named.get(message.flow[:3], self.start)
-        for codec in dict.fromkeys(
-            [*(candidates(item.dtype, on_gpu=item.is_cuda) if self.searches else ()), own]
-        ):
-            cost = trial(part, codec, self.pool, num_bytes=item.nbytes)
-            self.costs[message.flow][codec].append(cost)
+        tried = candidates(item.dtype, on_gpu=item.is_cuda) if self.searches else ()
+        costs, size = self.costs[message.flow], item.nbytes
+        for codec in dict.fromkeys([*tried, self.named.get(message.flow[:3], self.start)]):
+            costs[codec].append(trial(part, codec, self.pool, num_bytes=size))
             if mask is not None and has_bitmap(codec):
-                cost = trial(part, codec, self.pool, num_bytes=item.nbytes, mask=mask)
-                self.costs[message.flow][MASKED + codec].append(cost)
+                costs[MASKED + codec].append(trial(part, codec, self.pool, num_bytes=size, mask=mask))
 
     def end(self, others: Others, spans: Sequence[Span], seconds: float) -> None:
         """Note what the step took, and decide where that is due; every rank decides the same."""
@@ -315,7 +298,8 @@ class Auto:
         """Put all ranks' prices together, and let the predicted setting run against the known safe one."""
         prices = self._prices(others(self.extras[0]))
         self._forget()
-        start = Setting({flow: self._start(flow) for flow in prices.costs}, self.extras[0])
+        planned = {f: wherever_masked(self.named.get(f[:3], self.start), f) for f in prices.costs}
+        start = Setting(planned, self.extras[0])
         best = self._best(others, prices, start=(self.chosen or start).codecs)
         named = {"as before": self.chosen} if self.chosen else {}
         named |= {"by price": best}
@@ -376,19 +360,12 @@ class Auto:
         seconds = {(stage, op): mean for row in rows for stage, op, mean in row[1]}
         return Prices(costs=costs, work=seconds, rates=self.rates, parallel=not self.world.is_alone)
 
-    def _start(self, flow: Flow) -> str:
-        return wherever_masked(self.named.get(flow[:3], self.start), flow)
-
 
 def _means(table: dict[str, list[Cost]]) -> dict[str, list[float]]:
     """Bytes on average, seconds at best."""
+    columns = {codec: zip(*costs, strict=True) for codec, costs in table.items()}
     return {
-        codec: [
-            statistics.mean(cost.num_bytes for cost in costs),
-            min(cost.pack_seconds for cost in costs),
-            min(cost.unpack_seconds for cost in costs),
-        ]
-        for codec, costs in table.items()
+        c: [statistics.mean(sizes), min(pack), min(unpack)] for c, (sizes, pack, unpack) in columns.items()
     }
 
 

@@ -66,10 +66,10 @@ def micro_batches(
         _refuse_unread("targets", tensors)
     lengths = {_length(x) for x in several}
     if len(lengths) != 1 or not (length := lengths.pop()):
-        found = sorted({str(tuple(x.shape)) for x in (*given, *tensors)})
+        found = ", ".join(sorted({str(tuple(x.shape)) for x in (*given, *tensors)}))
         raise PlanError(
-            "inputs and targets of a batch have the same number of samples, one or more, found "
-            f"{', '.join(found)}; what has no samples is traced as penstock.Constant(tensor)"
+            f"inputs and targets of a batch have the same number of samples, one or more, found {found}; "
+            "what has no samples is traced as penstock.Constant(tensor)"
         )
     most, number = number, min(number, length)
     sizes = [length // number + (i < length % number) for i in range(number)]  # those of tensor_split
@@ -78,7 +78,7 @@ def micro_batches(
         if not all(sizes) or len(sizes) > most:
             raise PlanError(
                 f"a Split has at most plan.micro_batches={most} micro-batches of a sample or more, found "
-                f"{_listed(sizes)}; make the plan for as many"
+                f"{str(sizes)[1:-1]}; make the plan for as many"
             )
         number = len(sizes)
     split = [_parts(x, sizes, whole=all_of) for x, all_of in zip(inputs, kept, strict=True)]
@@ -117,13 +117,9 @@ def _parts(column: Column, sizes: Sequence[int], *, whole: bool) -> Sequence[tor
         return [column] * len(sizes) if whole else column.split(list(sizes))
     if (found := [len(part) for part in column]) != list(sizes):
         raise PlanError(
-            f"the inputs of a Split have the same sizes, found {_listed(sizes)} and {_listed(found)}"
+            f"the inputs of a Split have the same sizes, found {str(list(sizes))[1:-1]} and {str(found)[1:-1]}"
         )
     return column
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
 
 
 def _refuse_unsplit(targets: Sequence[Any], tensors: Sequence[torch.Tensor], *, samples: int) -> None:
@@ -171,13 +167,13 @@ def joined(parts: Sequence[Any]) -> Any:
     list by micro-batch where their sizes differ."""
     if not parts:
         return None
-    leaves, spec = tree_flatten(parts[0])
-    columns = list(zip(*(tree_flatten(part)[0] for part in parts), strict=True))
-    tensors = [column for column in columns if isinstance(column[0], torch.Tensor) and column[0].dim()]
-    if any(len({tensor.shape[1:] for tensor in column}) > 1 for column in tensors):
-        return list(parts)
-    whole = [torch.cat(c) if isinstance(c[0], torch.Tensor) and c[0].dim() else c[0] for c in columns]
-    return tree_unflatten(whole if leaves else leaves, spec)
+    whole, spec = [], tree_flatten(parts[0])[1]
+    for column in zip(*map(tree_leaves, parts), strict=True):
+        splits = isinstance(column[0], torch.Tensor) and column[0].dim()
+        if splits and len({tensor.shape[1:] for tensor in column}) > 1:
+            return list(parts)
+        whole.append(torch.cat(column) if splits else column[0])
+    return tree_unflatten(whole, spec)
 
 
 def _fresh(item: Any, device: Device | None = None) -> Any:
@@ -202,10 +198,7 @@ class Criterion:
     """The loss of a pipeline, and what is checked of it.
 
     Args:
-        loss: Function of (outputs, targets): the mean over a micro-batch, as a 0-dim tensor.
-        autocast: Dtype that it is cast to.
-        parameters: Those of the model, held weakly: no loss may read one except through the outputs.
-    """
+        parameters: Those of the model, held weakly: no loss may read one except through the outputs."""
 
     def __init__(
         self,
@@ -217,11 +210,7 @@ class Criterion:
         self.loss, self.autocast, self.parameters = loss, autocast, parameters
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
-        """Return the loss, from which a backward can begin.
-
-        Raises:
-            StageError: It is none, or the function failed.
-        """
+        """Return the loss, from which a backward can begin; raises StageError."""
         device = CPU if self.autocast is None else next((t.device for t in tensors_of(outputs)), CPU)
         try:
             with casting(self.autocast, device):
@@ -244,11 +233,7 @@ class Criterion:
         return loss
 
     def check_reads(self, loss: torch.Tensor, outputs: Any) -> None:
-        """Refuse a loss that reaches a parameter except through the outputs.
-
-        Raises:
-            StageError: It does.
-        """
+        """Refuse a loss that reaches a parameter except through the outputs; raises StageError."""
         seen = {get_gradient_edge(t).node for t in tensors_of(outputs) if t.requires_grad}
         ahead = [get_gradient_edge(loss).node]
         while ahead:
@@ -276,20 +261,16 @@ def tensors_of(outputs: Any) -> Iterator[torch.Tensor]:
 def tokens_of(batches: Iterable[MicroBatch]) -> int | None:
     """Elements of the first input of int32 or int64 of shape (samples, length), of all micro-batches; None
     where there is no such input."""
-    found = 0
-    for batch in batches:
-        ids = [one for one in batch.inputs if one.dim() == 2 and one.dtype in (torch.int32, torch.int64)]
-        if not ids:
-            return None
-        found += ids[0].numel()
-    return found
+    ids = [
+        next((x for x in batch.inputs if x.dim() == 2 and x.dtype in (torch.int32, torch.int64)), None)
+        for batch in batches
+    ]
+    return None if any(x is None for x in ids) else sum(x.numel() for x in ids if x is not None)
 
 
 def total_loss(losses: Mapping[int, torch.Tensor], shares: Mapping[int, float], *, mean: bool) -> float:
-    """The sum of share x loss over micro-batches, ascending, in the loss's dtype, at least float32.
-
-    Args:    mean: divide by the sum of the shares, as those that finished in a step of a stream need not be
-             a batch. No number where none did."""
+    """The sum of share x loss over micro-batches, ascending, in the loss's dtype, at least float32; ``mean``:
+    divided by the sum of the shares, as those that finished in a step of a stream need not be a batch."""
     if not losses:
         return math.nan
     some = next(iter(losses.values()))

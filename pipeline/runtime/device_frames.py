@@ -9,6 +9,7 @@ that exchanges its weights sends copies, and a parameter is updated when its gra
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -32,8 +33,7 @@ from .meter import Meter
 from .step_planner import Step
 
 T = TypeVar("T")
-Marks = Mapping[Device, Any]
-"""One point in the course of each device."""
+Marks = Mapping[Device, Any]  # one point in the course of each device
 
 
 class _Passed(NamedTuple):
@@ -148,9 +148,9 @@ class DeviceFrames(Frames):
         """Wait for what was sent, and refuse what came damaged."""
         super().end(step)
         flags, self.flags = self.flags, []
-        by_device: dict[torch.device, list[tuple[Message, Tensor]]] = {}
+        by_device = defaultdict[torch.device, list[tuple[Message, Tensor]]](list)
         for message, flag in flags:
-            by_device.setdefault(flag.device, []).append((message, flag.reshape(())))
+            by_device[flag.device].append((message, flag.reshape(())))
         for rows in by_device.values():
             wrong = torch.stack([flag for _, flag in rows]).tolist()
             for message in (message for (message, _), flag in zip(rows, wrong, strict=True) if flag):

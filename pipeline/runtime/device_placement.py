@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,17 @@ Given = str | torch.device | Device | None
 
 
 def rank_device(model: nn.Module, world: World, given: Given) -> Device:
-    """Return this rank's device for stages that name none: the given one, the world's, or the model's.
-
-    Raises: ConfigError, PlanError: it is not there, or two were given."""
+    """Return this rank's device for stages that name none: the given one, the world's, or the model's."""
+    ours = world.device if world.has_device else None
     if given is None:
-        return world.device if world.has_device else device_of(home_of(model))
+        return ours or device_of(home_of(model))
     device = device_given(given, local_rank=_number(world))
-    if world.has_device and world.device.torch != device.torch:
+    if ours is not None and ours.torch != device.torch:
         raise PlanError(
-            f"a rank computes on one device, found device={device.torch} and a World on "
-            f"{world.device.torch}; give one of them"
+            f"a rank computes on one device, found device={device.torch} and a World on {ours.torch}; give "
+            "one of them"
         )
-    return world.device if world.has_device else device
+    return ours or device
 
 
 def _number(world: World) -> int:
@@ -57,9 +56,8 @@ def _number(world: World) -> int:
 
 
 def stage_devices(plan: Plan, world: World, device: Device) -> dict[int, Device]:
-    """Return the device of each stage of this process, whose rank computes on ``device``.
-
-    Raises: PlanError: one names a missing device, or they are of several kinds."""
+    """Return the device of each stage of this process, whose rank computes on ``device``; raises PlanError
+    where one is missing, or they are of several kinds."""
     found: dict[int, Device] = {}
     for number, stage in enumerate(plan.stages):
         if not (world.is_alone or world.rank in stage.ranks):
@@ -81,56 +79,46 @@ def stage_devices(plan: Plan, world: World, device: Device) -> dict[int, Device]
 def check_devices(agreement: Agreement, plan: Plan, devices: Mapping[int, Device]) -> None:
     """Refuse ranks of several kinds where the planner chose the cuts, and GPUs that are too small.
 
-    Collective; rank 0 says by a warning where ranks share a GPU.
-    Raises: PlanError: it names the GPU, the plan's bytes and the least that would do."""
+    Collective. Rank 0 says by a warning where ranks share a GPU."""
     here: dict[torch.device, int] = {}
     for number, device in devices.items():
         if is_gpu(device.torch):
             here[device.torch] = here.get(device.torch, 0) + plan.stages[number].memory_bytes
     rooms = [[str(gpu), needed, *memory_on(gpu)] for gpu, needed in here.items()]
-    told = agreement.exchange("its devices", [next(iter(devices.values())).torch.type, rooms])
-    kinds = [kind for kind, _ in told]
+    rows = agreement.exchange("its devices", [next(iter(devices.values())).torch.type, rooms])
+    kinds = [kind for kind, _ in rows]
     if len(set(kinds)) > 1 and plan.asked is not None and not plan.asked.cuts:
         raise PlanError(
             "layers were measured on one kind of device, so ranks on several kinds take cuts by hand, found "
             f"ranks on {', '.join(kinds)} and no cuts; plan with cuts=[...]"
         )
+    # By GPU the ranks there, each with its name, its need, the GPU, the free bytes, and those it has now.
     shared: dict[str, list[tuple[int, Sequence[Any]]]] = {}
-    for rank, (_, theirs) in enumerate(told):
+    for rank, (_, theirs) in enumerate(rows):
         for room in theirs:
             shared.setdefault(room[2], []).append((rank, room))
-    if agreement.world.size == plan.num_ranks:  # else one process tries what was planned for several
-        _check_room(list(shared.values()))
-    if crowded := [rooms for rooms in shared.values() if len(rooms) > 1]:
-        if agreement.world.rank == 0:
-            said = "; ".join(f"{rooms[0][1][0]} by ranks {_ranks(rooms)}" for rooms in crowded)
-            warnings.warn(f"there are more ranks than GPUs, which are shared: {said}", stacklevel=4)
-
-
-def _check_room(gpus: Sequence[Sequence[tuple[int, Sequence[Any]]]]) -> None:
-    """``gpus``: for each, the ranks there, each with its name, its need, the GPU, the free bytes, its
-    present bytes."""
-    for rooms in gpus:
-        needed = sum(room[1] for _, room in rooms)
-        free = min(room[3] for _, room in rooms) + sum(room[4] for _, room in rooms)
-        if needed > free:
+    crowded = []
+    for gpu in shared.values():
+        ranks, name = ", ".join(str(rank) for rank, _ in gpu), gpu[0][1][0]
+        needed = sum(room[1] for _, room in gpu)
+        free = min(room[3] for _, room in gpu) + sum(room[4] for _, room in gpu)
+        # Else one process tries what was planned for several.
+        if needed > free and agreement.world.size == plan.num_ranks:
             raise PlanError(
-                f"a GPU holds what the plan lays on it, found {rooms[0][1][0]} with {show_bytes(free)} free "
-                f"for rank {_ranks(rooms)}, whose stages take {show_bytes(needed)}, the least that would do; "
-                f"plan with memory={free // len(rooms) // (1 << 20)}MiB, more ranks, or tier=host"
+                f"a GPU holds what the plan lays on it, found {name} with {show_bytes(free)} free for rank "
+                f"{ranks}, whose stages take {show_bytes(needed)}, the least that would do; plan with "
+                f"memory={free // len(gpu) // (1 << 20)}MiB, more ranks, or tier=host"
             )
-
-
-def _ranks(rooms: Sequence[tuple[int, Any]]) -> str:
-    return ", ".join(str(rank) for rank, _ in rooms)
+        crowded += [f"{name} by ranks {ranks}"] if len(gpu) > 1 else []
+    if crowded and agreement.world.rank == 0:
+        text = f"there are more ranks than GPUs, which are shared: {'; '.join(crowded)}"
+        warnings.warn(text, stacklevel=4)
 
 
 def spread(
     model: nn.Module, own: Ownership, steps: Steps, devices: Mapping[int, Device], *, last: int
 ) -> None:
-    """Move what each stage of this process holds to where it computes; the model is on one device by now.
-
-    Raises: PlanError: two stages on different devices read one buffer."""
+    """Move what each stage of this process holds to where it computes; the model is on one device by now."""
     if len({device.torch for device in devices.values()}) < 2:
         return
     homes: dict[int, tuple[int, torch.Tensor]] = {}
@@ -184,7 +172,8 @@ class Values:
                 f"init_weights writes into the tensor that it is given, and returned another for {name}; "
                 "write tensor.copy_(values)"
             )
-        if out._version == before and out.numel() and not _written(out):
+        # A write through .data gives no new version.
+        if out._version == before and out.numel() and bool((_memory(out) == _UNWRITTEN).all()):
             raise PlanError(
                 f"init_weights gives every tensor that it is asked for its values, and left {name} "
                 f"{tuple(out.shape)} as it was; write into it, or load it from a file (load_weights)"
@@ -194,9 +183,7 @@ class Values:
 def values_of(
     model: nn.Module, *, load_weights: str | Path | None, init_weights: Init | None, seed: int
 ) -> Values | None:
-    """Return the source of the values of ``model``; None where it has them.
-
-    Raises: PlanError, ConfigError: it has none and was given none, or has them and was given others."""
+    """Return the source of the values of ``model``; None where it has them; raises PlanError, ConfigError."""
     given = {"load_weights": load_weights, "init_weights": init_weights}
     asked = ", ".join(name for name, value in given.items() if value is not None)
     if init_weights is not None and not callable(init_weights):
@@ -230,9 +217,7 @@ def give_values(
     last: int,
 ) -> None:
     """Give the parameters and buffers of the stages of this process their values, in new tensors that take
-    the places of those on the meta device; what has values keeps them, unless the file has it too.
-
-    Raises: PlanError, ConfigError: the file has not just what the model has, or cannot be read."""
+    the places of those on the meta device; what has values keeps them, unless the file has it too."""
     places: dict[int, list[str]] = {}
     for name, tensor in _registered(model):
         places.setdefault(id(tensor), []).append(name)
@@ -243,8 +228,11 @@ def give_values(
             if key not in tensors:  # another stage of this process has made it
                 continue
             tensor, names, device = tensors.pop(key), places[key], devices[stage]
-            if tensor.is_meta or keys[names[0]] is not None:
-                _place(model, names, _filled(tensor, names[0], values, keys[names[0]], device))
+            if not tensor.is_meta and keys[names[0]] is None:
+                continue
+            filled = _filled(tensor, names[0], values, keys[names[0]], device)
+            for path, _, attribute in (name.rpartition(".") for name in names):  # tied tensors stay tied
+                setattr(model.get_submodule(path), attribute, filled)
 
 
 def _filled(tensor: torch.Tensor, name: str, values: Values, key: str | None, device: Device) -> torch.Tensor:
@@ -261,13 +249,6 @@ def _filled(tensor: torch.Tensor, name: str, values: Values, key: str | None, de
     return parameter
 
 
-def _place(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
-    """Put ``tensor`` under all its names, so that tied tensors stay tied."""
-    for name in names:
-        path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, tensor)
-
-
 def _registered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
@@ -275,10 +256,8 @@ def _registered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _keys(model: nn.Module, values: Values, places: Mapping[int, list[str]]) -> dict[str, str | None]:
     """For the first name of every tensor the one by which the file has it, None where ``init_weights`` makes
-    it; the same on every rank.
-
-    Raises: PlanError: names are missing or unknown, shapes or dtypes others."""
-    known = {name: tensor for name, tensor in _registered(model)}
+    it; the same on every rank."""
+    known = dict(_registered(model))
     if values.file is None:
         return {names[0]: None for names in places.values()}
     path, entries, listed = values.file.path, values.file.entries, model.state_dict(keep_vars=True).keys()
@@ -301,17 +280,16 @@ def _keys(model: nn.Module, values: Values, places: Mapping[int, list[str]]) -> 
                 )
         if here or not tensor.is_meta:
             continue
-        if not any(name in listed for name in names):
-            if values.init is None:
-                raise PlanError(
-                    f"{first} is a buffer that no state_dict has, so {path} does not give it values; add "
-                    "init_weights=, which then is asked for such buffers"
-                )
-            continue
-        raise PlanError(
-            f"{path} gives every parameter and buffer of the model's state_dict() its values, and has no "
-            f"{first}; give a file that has it, or leave the file out and make all by init_weights"
-        )
+        if any(name in listed for name in names):
+            raise PlanError(
+                f"{path} gives every parameter and buffer of the model's state_dict() its values, and has no "
+                f"{first}; give a file that has it, or leave the file out and make all by init_weights"
+            )
+        if values.init is None:
+            raise PlanError(
+                f"{first} is a buffer that no state_dict has, so {path} does not give it values; add "
+                "init_weights=, which then is asked for such buffers"
+            )
     return found
 
 
@@ -337,11 +315,6 @@ def _needed(
                 mine += module.buffers()
         found[stage] = list({id(tensor): None for tensor in mine})
     return found
-
-
-def _written(tensor: torch.Tensor) -> bool:
-    """True if any byte has changed: a write through ``.data`` gives no new version."""
-    return bool((_memory(tensor) != _UNWRITTEN).any())
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

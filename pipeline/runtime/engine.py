@@ -41,14 +41,9 @@ class Engine:
     """Runs this process's programs over its stages.
 
     Attributes:
-        stages: Those of this process, by number.
         frames: Brings an instruction its inputs, and sends what it made.
-        meter: Counts seconds and bytes of every instruction.
-        failures: Describes errors; ``interrupts`` delays Ctrl-C to the gap between two instructions.
+        interrupts: Delays Ctrl-C to the gap between two instructions.
         policy: Chooses codecs, and the micro-batch whose tensors it looks at.
-        criterion: The loss, and what is checked of it.
-        update: Clips, and steps the optimizers.
-        seed: Of random layers.
         memory: Moves what forwards save, and gets the position in the program.
         replicas: Sum up gradients after each backward, and exchange what an update needs.
         guards: Watch what the loss, backwards and updates reach; ``model_guards`` whether the model changed.
@@ -77,18 +72,12 @@ class Engine:
         self.run |= {Op.F: self._forward, Op.W: self._backward_weights, Op.U: self._update}
 
     def step(self, step: Step) -> None:
-        """Run a step of training.
-
-        Raises:
-            StageError: A layer failed, or what runs next to the layers was refused.
-            TransportError: A rank did not answer.
-        """
+        """Run a step of training; raises StageError, and TransportError where a rank did not answer."""
         # 1. Get ready: a watched step runs each instruction under guards.
         step = dataclasses.replace(step, observed=self.policy.observed(step.messages))
         self.losses, self.outputs, instruction = {}, {}, None
         run, now, stop = self.guards.watched(step, self.run), self.meter.now, self.meter.stop
-        fetches = self.fetches
-        begun = self.update.begun
+        fetches, begun = self.fetches, self.update.begun
         self.meter.begin(step)
         try:
             self._begin(step)

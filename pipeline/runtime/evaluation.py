@@ -28,9 +28,7 @@ def check_metrics(metrics: Metrics) -> None:
 
 
 def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield inputs and targets of each batch.
-
-    Raises: ConfigError: a batch is something else, or there is none."""
+    """Yield inputs and targets of each batch; raises ConfigError for anything else, and for none."""
     batch = None
     for batch in batches:
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
@@ -47,7 +45,6 @@ class Means:
     An error of a metric waits until all batches are through: the other ranks count on this one."""
 
     def __init__(self, metrics: Metrics, *, autocast: torch.dtype | None) -> None:
-        """Begin with no batch."""
         self._metrics, self._sums, self._num_samples = metrics, [0.0] * len(metrics), 0
         self._autocast = autocast
         self._error: PenstockError | None = None
@@ -69,9 +66,7 @@ class Means:
                     self._error.__cause__ = error
 
     def on_all_ranks(self, agreement: Agreement, plan: Plan) -> dict[str, float]:
-        """Return the means, which the rank of the last stage has; collective.
-
-        Raises: ConfigError: a metric failed."""
+        """Return the means, which the rank of the last stage has; raises ConfigError; collective."""
         at, world = "the metrics of a test", agreement.world
         source = 0 if world.is_alone else plan.owner(-1)
         with agreement.all_or_none(at):

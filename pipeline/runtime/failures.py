@@ -73,8 +73,7 @@ class Failures:
         """Say of an error where it was, leave word for the other ranks, and let go of what was running."""
         kind = type(error) if isinstance(error, PenstockError) else StageError
         what = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-        what = _of_memory(what, error) or what
-        what = what.removesuffix(": ")
+        what = (_of_memory(what, error) or what).removesuffix(": ")
         what = what.removeprefix(f"rank {self.rank} ")  # lost the group: it is said where
         sentence = what if what.startswith("rank ") else f"rank {self.rank}, {where}: {what}"
         if not self.first:
@@ -110,33 +109,25 @@ class Interrupts:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """The block in which one thread uses the pipeline, and its Ctrl-C waits.
-
-        Raises: StageError: another thread is inside."""
+        """The block in which one thread uses the pipeline, and its Ctrl-C waits for ``check``, or the end."""
         if not self._inside.acquire(blocking=False):
             raise StageError(
                 "a pipeline does one thing at a time, and another thread uses it now; wait for that"
             )
+        mine = threading.current_thread() is threading.main_thread()
+        holds = mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         try:
-            with self._held():
+            if holds:
+                self.asked = False
+                signal.signal(signal.SIGINT, self._hear)
+            try:
                 yield
+            finally:
+                if holds:
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    self.check()
         finally:
             self._inside.release()
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """Delay Ctrl-C until ``check``, or the end of the block."""
-        mine = threading.current_thread() is threading.main_thread()
-        if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
-            return
-        self.asked = False
-        signal.signal(signal.SIGINT, self._hear)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self.check()
 
     def check(self) -> None:
         """Let a Ctrl-C that was held back take effect."""

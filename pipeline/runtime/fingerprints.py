@@ -25,7 +25,7 @@ from ...stages.device import CPU, KINDS, autocast_state
 from ...stages.split_inputs import Column
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.tracer import LayerGraph
-from ..optimizer.update import Named
+from ..optimizer.optimizers import Named, settings_of
 
 BUILD = "install the same build on every rank"
 TORCH = "set it alike on every rank, before the Pipeline is made"
@@ -86,12 +86,12 @@ def of_pipeline(
     optimizer: Callable[[Named], Optimizer],
     scheduler: Callable[[Optimizer], LRScheduler] | None,
     rest: Mapping[str, Any],
-    device: torch.device = CPU,
+    device: torch.device,
 ) -> list[Fact]:
     """The process, and what its Pipeline was given but for the plan; ``rest`` by the names of arguments."""
-    given = [_argument(name, _shown(value)) for name, value in rest.items()]
+    facts = [_argument(name, _shown(value)) for name, value in rest.items()]
     updates = [_argument(*item) for item in _of_updates(model, optimizer, scheduler).items()]
-    return [*of_process(device), *given, *_of_model(model), *updates]
+    return [*of_process(device), *facts, *_of_model(model), *updates]
 
 
 def of_scheduler(scheduler: LRScheduler) -> list[Fact]:
@@ -114,11 +114,10 @@ def _of_updates(
         made = optimizer(list(model.named_parameters()))
         facts["optimizer"] = f"{type(made).__qualname__}{_shown(_plain(made) or '')}"
         owner = {id(parameter): name for name, parameter in model.named_parameters()}
-        for number, settings in enumerate(made.param_groups):
-            kept = {k: v for k, v in settings.items() if k not in ("params", "param_names")}
-            facts |= {f"optimizer, {k} of its group {number}": _shown(v) for k, v in kept.items()}
-            own = [owner.get(id(parameter)) for parameter in settings["params"]]
-            facts |= {f"optimizer, the group of {name}": str(number) for name in own}
+        for number, group in enumerate(made.param_groups):
+            settings = settings_of(group).items()
+            facts |= {f"optimizer, {k} of its group {number}": _shown(v) for k, v in settings}
+            facts |= {f"optimizer, the group of {owner.get(id(p))}": str(number) for p in group["params"]}
     except Exception as error:  # each stage's own is asked for later, and refused with its reason
         facts["optimizer"] = f"one that cannot be made of all parameters ({type(error).__name__}: {error})"
     return facts
@@ -126,12 +125,9 @@ def _of_updates(
 
 def _of_model(model: nn.Module) -> list[Fact]:
     """Modules with their modes, then parameters and buffers by name, and last all bits."""
+    modes = {path: "train" if module.training else "eval" for path, module in model.named_modules()}
     facts = [
-        Fact(
-            f"the module {path or 'itself'}",
-            f"{type(module).__qualname__} in {'train' if module.training else 'eval'} mode",
-            MODEL,
-        )
+        Fact(f"the module {path or 'itself'}", f"{type(module).__qualname__} in {modes[path]} mode", MODEL)
         for path, module in model.named_modules()
     ]
     first: dict[int, str] = {}
@@ -163,11 +159,11 @@ def of_layers(graph: LayerGraph) -> list[Fact]:
                 inner = parts.modules[str(layer.node.target)].named_modules()
                 value += "".join(f" {path}{_shown(_plain(module))}" for path, module in inner)
             facts.append(Fact(f"the layer {layer.name} in {mode} mode", value, MODEL))
-        tensors = {name: _shown(tensor) for name, tensor in parts.tensors.items() if name not in known}
         kind = traced.recorded.type  # which computed what stands in the tensors
         facts += [
-            Fact(f"the tensor {name} in {mode} mode", text, MODEL, among=kind)
-            for name, text in tensors.items()
+            Fact(f"the tensor {name} in {mode} mode", _shown(tensor), MODEL, among=kind)
+            for name, tensor in parts.tensors.items()
+            if name not in known
         ]
         facts.append(Fact(f"the output in {mode} mode", _node(traced.output), MODEL))
     return facts
@@ -182,14 +178,14 @@ def of_batch(inputs: Sequence[Column], names: Iterable[str], targets: Any) -> li
         else:
             given += [(f"input {name} of micro-batch {i}", part) for i, part in enumerate(column)]
     given += [(f"targets{keystr(path)}", leaf) for path, leaf in tree_flatten_with_path(targets)[0]]
-    tensors = [(what, item) for what, item in given if isinstance(item, torch.Tensor)]
-    forms = {what: _form(item) if isinstance(item, torch.Tensor) else _shown(item) for what, item in given}
-    facts = [Fact(f"the {what} of the batch", text, BATCHES) for what, text in forms.items()]
-    return facts + [
-        Fact(f"the checksum of the {what} of the batch", _checksum(item), BATCHES, among=f"reads {what}")
-        for what, item in tensors
-        if not item.is_meta
-    ]
+    facts, sums = [], []
+    for what, item in given:
+        is_tensor = isinstance(item, torch.Tensor)
+        facts.append(Fact(f"the {what} of the batch", _form(item) if is_tensor else _shown(item), BATCHES))
+        if is_tensor and not item.is_meta:
+            name = f"the checksum of the {what} of the batch"
+            sums.append(Fact(name, _checksum(item), BATCHES, among=f"reads {what}"))
+    return facts + sums
 
 
 def of_state(state: Any) -> list[Fact]:
@@ -223,11 +219,11 @@ def _node(node: fx.Node) -> str:
 def _plain(held: object) -> dict[str, Any]:
     """The settings that an object keeps in attributes: plain values and functions."""
     kinds = bool | int | float | complex | str | torch.dtype | torch.Tensor | tuple | list | None
-    public = {name: value for name, value in vars(held).items() if name[0] != "_"}
     return {
         name: value
-        for name, value in public.items()
-        if name not in ("training", "param_groups") and (isinstance(value, kinds) or callable(value))
+        for name, value in vars(held).items()
+        if name[0] != "_" and name not in ("training", "param_groups")
+        if isinstance(value, kinds) or callable(value)
     }
 
 

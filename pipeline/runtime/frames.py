@@ -79,9 +79,7 @@ class Frames:
         return items
 
     def receive(self, step: Step, instruction: Instruction) -> dict[int, Any]:
-        """Receive the frames of an instruction; for a backward the gradients of the values that its
-        forward sent.
-        """
+        """Receive the frames of an instruction; for a backward the gradients of what its forward sent."""
         return {m.value: self._unpack(m, step) for m in step.messages.receives[instruction]}
 
     def send_outputs(self, step: Step, instruction: Instruction, items: Mapping[int, Any]) -> None:

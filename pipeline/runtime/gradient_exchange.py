@@ -7,29 +7,143 @@
     then        take_over   the sums become the gradients, where the parameters are updated
     updated     share   the others pull the values that the owner of a parameter wrote
 
-Offloaded parameters are exchanged turn by turn, with no other turn of them in memory."""
+Offloaded parameters are exchanged turn by turn, with no other turn of them in memory.
+
+In the last backward of a step the gradient of a parameter is final as soon as autograd has added to it. When
+all of a slice of the flat buffer are, the slice goes out, in an order that is the same on all replicas; what
+no backward ended goes out at the update. The sums run in threads of gloo, the backward in this one.
+Source: Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets of gradients)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
-from ...compression.errors import StageError
+from ...compression.errors import StageError, TransportError
 from ...stages.memory.evictable_tensor import EvictableTensor
 from ...stages.memory.parameter_offload import OffloadedParameters
 from ...stages.torch_private import version_of
 from ..distributed.process_group import ReplicaGroup
-from ..optimizer.flat import FlatGradients, Gradients
+from ..optimizer.flat import FlatGradients, Gradients, Slice
 from ..optimizer.optimizers import Named
-from .gradient_buckets import Slices
 
 Waiting = EvictableTensor | torch.Tensor | None  # a gradient, which may be in a store
 Mark = tuple[Waiting, int]  # a gradient, and how often it was written to
 
 OWN = -1  # in place of a micro-batch: all of this replica
 _SUM = "the sum of the gradients"
+_UPDATED = "the updated parameters"
+
+
+class Slices:
+    """The slices of one stage: in each step ``finals`` around its last backward, then ``sums``."""
+
+    def __init__(self, flat: FlatGradients, group: ReplicaGroup) -> None:
+        self.flat, self.group = flat, group
+        self.start_of = {place: start for pairs in flat.offsets.values() for place, start in pairs}
+        self.slice_of = {place: number for number, one in enumerate(flat.slices) for place in one.places}
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.buffers: dict[torch.dtype, torch.Tensor] = {}
+        self.missing = [set(one.places) for one in self.flat.slices]
+        self.works: list[dist.Work] = []
+        self.taken: dict[int, tuple[torch.Tensor, int]] = {}
+        self.lost: TransportError | None = None
+
+    @contextlib.contextmanager
+    def finals(self) -> Iterator[None]:
+        """The block of the last backward of a step; what hooks of others make of a gradient is in it."""
+        parameters = ((place, self.flat.named[place][1]) for place in self.slice_of)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._final, place))
+            for place, parameter in parameters
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def sums(
+        self, gathered: dict[torch.dtype, torch.Tensor] | None = None
+    ) -> dict[torch.dtype, torch.Tensor]:
+        """The sums of all gradients; raises StageError where one changed after it went out.
+
+        Args:    gathered: buffers of them; None: of the parameters, as far as they have not gone out."""
+        if gathered is not None:
+            self.buffers = gathered
+        for place in self.slice_of if gathered is None else ():
+            if place not in self.taken:
+                self._take(place)
+            (name, parameter), (gradient, version) = self.flat.named[place], self.taken.get(place, (None, 0))
+            if gradient is not None and (parameter.grad is not gradient or gradient._version != version):
+                raise StageError(
+                    f"the gradient of {name} was summed up over replicas when its last backward had ended "
+                    "it, and something wrote to it since; write to it in a hook of the optimizer's step"
+                )
+        for missing in self.missing:
+            missing.clear()
+        self._go_on()
+        if self.lost:
+            raise self.lost
+        for one, work in zip(self.flat.slices, self.works, strict=True):
+            self.group.finish(work, self._numbers(one), at=_SUM)
+        found, self.buffers = self.buffers, {}
+        self.works, self.taken = [], {}  # they hold memory
+        return found
+
+    def share_parameters(self) -> None:
+        """Have every replica take each parameter from the one that updates it."""
+        buffers, works, group = self.flat.buffers(), [], self.group
+        for one in self.flat.slices:
+            assert one.owner is not None, "somebody updated it"
+            if one.owner == group.place:
+                for parameter, flat in self.flat.parameters(buffers, one):
+                    flat.copy_(parameter)
+            part = buffers[one.dtype][one.start : one.stop]
+            works.append(group.begin_to_broadcast(part, one.owner, at=_UPDATED))
+        for one, work in zip(self.flat.slices, works, strict=True):
+            group.finish(work, buffers[one.dtype][one.start : one.stop], at=_UPDATED)
+            if one.owner != group.place:
+                for parameter, flat in self.flat.parameters(buffers, one):
+                    parameter.copy_(flat)
+        self.flat.give_back(buffers)
+
+    def _final(self, place: int, _: torch.Tensor) -> None:
+        self._take(place)
+        self.missing[self.slice_of[place]].discard(place)
+        self._go_on()
+
+    def _take(self, place: int) -> None:
+        self.buffers = self.buffers or self.flat.buffers()
+        parameter = self.flat.named[place][1]
+        self.flat.take(self.buffers[parameter.dtype], place, self.start_of[place], parameter.grad)
+        if parameter.grad is not None:
+            self.taken[place] = parameter.grad, parameter.grad._version
+
+    def _go_on(self) -> None:
+        """Send the next slices, as far as they are whole; an error is raised by the wait."""
+        while self.lost is None and len(self.works) < len(self.missing) and not self.missing[len(self.works)]:
+            one = self.flat.slices[len(self.works)]
+            try:
+                numbers = self._numbers(one)
+                if one.owner is None:
+                    self.works.append(self.group.begin_to_add_up(numbers, at=_SUM))
+                else:
+                    self.works.append(self.group.begin_to_add_up_at(one.owner, numbers, at=_SUM))
+            except TransportError as error:
+                self.lost = error
+
+    def _numbers(self, one: Slice) -> torch.Tensor:
+        flat = self.buffers[one.dtype][one.start : one.stop]
+        return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 class GradientExchange:
@@ -118,9 +232,8 @@ class GradientExchange:
             self.slices.share_parameters()
 
     def values(self, *, fresh: Collection[int] = ()) -> contextlib.AbstractContextManager[None]:
-        """Return the block in which the values of the parameters are in memory.
-
-        Args:    fresh: identities of those that are written there before anybody reads them."""
+        """The block in which the values of the parameters are in memory; ``fresh``: identities of those
+        that are written there before anybody reads them."""
         return contextlib.nullcontext() if self.mirror is None else self.mirror.values(self.turn, fresh=fresh)
 
     def _waiting(self) -> list[Waiting]:
@@ -130,11 +243,10 @@ class GradientExchange:
 
     def _take(self, unless: Sequence[Mark] = ()) -> list[Waiting]:
         """Take the gradients away from the parameters, but for those that still have their mark."""
+        found = self._waiting()
         if unless:
             marks = zip(self.marks(), unless, strict=True)
             found = [None if new[0] is old[0] and new[1] == old[1] else new[0] for new, old in marks]
-        else:
-            found = self._waiting()
         if self.mirror is None:
             check_separate_gradients(self.named)
         for parameter, gradient in zip(self.turn, found, strict=True):
@@ -193,22 +305,18 @@ class GradientExchange:
 
 
 def _drop(gradients: object) -> None:
-    """Forget what a store has of gradients."""
     for one in gradients if isinstance(gradients, list) else ():
         if isinstance(one, EvictableTensor):
             one.drop()
 
 
 def _in_memory(gradients: Sequence[Waiting]) -> Gradients:
-    """Return gradients that may have waited in a store."""
     return [one.take() if isinstance(one, EvictableTensor) else one for one in gradients]
 
 
 def check_separate_gradients(named: Named) -> None:
     """Refuse gradients in one memory, as autograd gives them to two views of one shape that are added up:
-    a backward behind it adds to both what is meant for each.
-
-    Raises:  StageError: two are."""
+    a backward behind it adds to both what is meant for each."""
     seen = dict[int, str]()
     for name, parameter in named:
         gradient = parameter.grad

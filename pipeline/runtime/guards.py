@@ -16,6 +16,7 @@ Watched are the first step with every shape of a micro-batch, the first after a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +35,7 @@ from ...stages.tracing.object_snapshot import OWN_STATE, Facts, change, contents
 from ..schedules.instruction import Instruction, Op
 from .step_planner import Step
 
-EVERY = 100
-"""One step of so many is watched, beside the first of its kind."""
+EVERY = 100  # one step of so many is watched, beside the first of its kind
 
 Run = Callable[[Step, Instruction], None]
 DOORS = dict.fromkeys((Op.B, Op.I, Op.W), "a backward") | {Op.U: "an update"}
@@ -55,8 +55,7 @@ class Guards:
         written: Buffers and frozen parameters that a forward in train mode writes to.
         here: The stages of this process.
         replicated: Whether replicas share the micro-batches, so that no process sees all losses.
-        moves: Whether parameters are offloaded, so that their memory changes in a step.
-    """
+        moves: Whether parameters are offloaded, so that their memory changes in a step."""
 
     def __init__(
         self,
@@ -86,18 +85,16 @@ class Guards:
         shapes = {tuple((x.shape, x.dtype) for x in some) for some in inputs}
         self._new = (shapes or {()}) - self._kinds  # a replica without a share updates, too
         self._watches = bool(self._new) or step.number % EVERY == 0
-        return {op: self._watching(op, call) for op, call in run.items()} if self._watches else run
+        return {op: functools.partial(self._run, call) for op, call in run.items()} if self._watches else run
+
+    def _run(self, call: Run, step: Step, instruction: Instruction) -> None:
+        door = DOORS.get(instruction.op)
+        with self._at(door, instruction.stage) if door else contextlib.nullcontext():
+            call(step, instruction)
 
     def ran(self) -> None:
         """The step has run to its end."""
         self._kinds |= self._new
-
-    def _watching(self, op: Op, run: Run) -> Run:
-        def watched(step: Step, instruction: Instruction) -> None:
-            with self._at(DOORS[op], instruction.stage):
-                run(step, instruction)
-
-        return watched if op in DOORS else run
 
     def loss(self, stage: int, loss: object) -> contextlib.AbstractContextManager[object]:
         """The block in which ``loss`` is computed, after the forward of the last ``stage``."""
@@ -125,15 +122,14 @@ class Guards:
 
     def _counted(self, door: str, stage: int, named: Mapping[str, Tensor], loss: object) -> Facts:
         """The numbers that ``door`` of ``stage`` keeps together with other stages or replicas."""
-        if door == "the loss":
-            found = contents(_reach(loss), name="loss", enters=_is_a_persons) if self.replicated else {}
+        found: Facts = {}
+        if door == "the loss" and self.replicated:
+            found = contents(_reach(loss), name="loss", enters=_is_a_persons)
         elif door == "a backward":
             others = (name for name, homes in self.homes.items() if self.replicated or set(homes) != {stage})
-            hooks = {name: [*map(_reach, _hooks(named[name]))] for name in others if name in named}
-            hooks = {name: each for name, each in hooks.items() if each}
+            reached = {name: [*map(_reach, _hooks(named[name]))] for name in others if name in named}
+            hooks = {name: each for name, each in reached.items() if each}
             found = contents(hooks, name="hooks", enters=_is_a_persons)
-        else:
-            found = {}
         return {path: fact for path, fact in found.items() if issubclass(fact[0], _NUMBERS)}
 
     def refusal(self, door: str, stage: int, name: str, tensor: Tensor, *, writes: bool) -> str:

@@ -21,11 +21,8 @@ SMOOTHING = 0.3  # the weight of the newest seconds: what lasts counts for half 
 
 
 def by_speed(seconds: Sequence[float], number: int) -> tuple[int, ...]:
-    """Shares of ``number`` micro-batches in proportion to speed, by largest remainder.
-
-    Each replica gets one at least where there are as many, or nobody would see it become faster.
-
-    Args:    seconds: of each replica for a micro-batch, above 0."""
+    """Shares of ``number`` micro-batches in proportion to speed, by largest remainder; ``seconds``: of each
+    replica for one. Each gets one at least where there are as many, or nobody would see it become faster."""
     least = 1 if number >= len(seconds) else 0
     total = sum(1 / one for one in seconds)
     due = [number / one / total for one in seconds]
@@ -102,10 +99,7 @@ def _with_shares(plan: Plan, shares: Shares) -> Plan:
 
 
 def check_asked(asked: object, plan: Plan) -> None:
-    """Refuse shares that there are not, before other ranks hear of them.
-
-    Raises:
-        PlanError: They are neither measured ones nor none, or the plan has one rank a stage."""
+    """Refuse shares that are neither measured ones nor none, and any of a plan with one rank a stage."""
     if asked is not None and asked != MEASURED:
         raise PlanError(
             f"shares are {MEASURED!r}, found {asked!r:.60}; leave them out for those of the plan, which has "

@@ -6,7 +6,6 @@ says and what can be counted are reported next to each other: their difference i
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import sys
 import time
@@ -116,7 +115,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class ResidentMemory:
-    """The most memory of this process since ``begin``, above what it had without ``model_bytes``.
+    """The most bytes of this process since ``begin``, above what it had without ``model_bytes``.
 
     Linux tells it as VmHWM and lets it start anew; elsewhere it is the most since the process began."""
 
@@ -156,11 +155,10 @@ class Usage:
         tiers: Tiers | None = None,
         pool: Pool | None = None,
     ) -> None:
-        self.tiers, self.pool = tiers or Tiers(), pool or Pool()
-        self.mirrors = mirrors
+        self.tiers, self.pool, self.mirrors = tiers or Tiers(), pool or Pool(), mirrors
         self.plan, self.parameters, self.optimizers, self.resident = plan, parameters, optimizers, resident
         self.devices = devices
-        for device in {id(device): device for device in devices.values()}.values():
+        for device in dict.fromkeys(devices.values()):
             device.reset_peak()
         self.live, self.waited = dict.fromkeys(parameters, 0), 0.0
         self.held: dict[int, tuple[object, int]] = {}
@@ -177,30 +175,23 @@ class Usage:
         """Complete the reports of a step of this process by what its stages held.
 
         A micro-batch holds what its forward was measured to save, less what a store spared of it."""
-        most = dict(self.live)
-        forwards = dict.fromkeys(self.live, 0)
-        live = self.live
+        most, live = dict(self.live), self.live
+        forwards = dict.fromkeys(live, 0)
         for _, stage, op, *_ in spans:
-            if op == "F":
-                forwards[stage] += 1
-                live[stage] += 1
-                if live[stage] > most[stage]:
-                    most[stage] = live[stage]
-            elif op in "BW":
-                live[stage] -= 1
+            forwards[stage] += op == "F"
+            live[stage] += (op == "F") - (op in "BW")
+            most[stage] = max(most[stage], live[stage])
         resident, kept, fixed = self.resident.most(), 0, 0
         for stage, report in reports.items():
             planned = self.plan.stages[stage]
             left = planned.saved_bytes - (report.saved_raw - report.saved_kept) // max(1, forwards[stage])
-            device = self.devices[stage]
+            device, mirror = self.devices[stage], self.mirrors.get(stage)
             options = {"tier": planned.tier, "recompute": planned.recompute, "device": device.torch.type}
-            entered = self.plan.bytes_entering(stage)
             sizes = {"saved": planned.saved_bytes, "near": planned.near_bytes, "packed": left}
-            saved = copies(most[stage], **options).of(**sizes, entered=entered)
+            saved = copies(most[stage], **options).of(**sizes, entered=self.plan.bytes_entering(stage))
             kept += saved * (planned.tier == "device")
             report.device_bytes = device.peak_bytes or 0
             report.rank, report.live_micro_batches, report.resident_bytes = rank, most[stage], resident
-            mirror = self.mirrors.get(stage)
             moved = 0 if mirror is None else mirror.peak_bytes + mirror.kept_bytes
             stays = self._stays(stage) + report.versions_bytes
             report.peak_bytes = stays + moved + saved
@@ -237,23 +228,15 @@ def bytes_in_memory(model: nn.Module) -> int:
 def state_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None) -> int:
     """Bytes of parameters, their gradients in a step, and what the optimizer keeps for them."""
     total = sum(p.nbytes * (1 + p.requires_grad) for p in parameters)
-    kept = [] if optimizer is None else optimizer.state.values()
-    return total + sum(
-        item.numel() * item.itemsize  # of a sparse one, what a dense one would take
-        for state in kept
-        for item in state.values()
-        if isinstance(item, torch.Tensor)
-    )
+    states = [] if optimizer is None else optimizer.state.values()
+    kept = [item for state in states for item in state.values() if isinstance(item, torch.Tensor)]
+    return total + sum(item.numel() * item.itemsize for item in kept)  # of a sparse one as of a dense one
 
 
 def _status(name: str) -> int:
     """A line of /proc/self/status in bytes; without one, the high-water mark that every Unix has."""
     with contextlib.suppress(OSError):
-        file = os.open(STATUS, os.O_RDONLY)
-        try:
-            _, found, rest = os.read(file, 1 << 13).partition(b"\n%b:" % name.encode())
-        finally:
-            os.close(file)
+        _, found, rest = STATUS.read_bytes().partition(b"\n%b:" % name.encode())
         if found:
             return 1024 * int(rest.split(maxsplit=1)[0])
     return _most_of_all()

@@ -24,7 +24,7 @@ from ...stages.memory.parameter_offload import (
     without_resident,
 )
 from ...stages.memory.prefetch import MemoryThread
-from ...stages.memory.stores import UNLIMITED, StoreOptions, open_store
+from ...stages.memory.stores import StoreOptions, open_store
 from ...stages.plan.plan import Plan
 from ...stages.profiling.measure import owned_parameters
 from ...stages.stage.nan_check import Guard
@@ -93,8 +93,7 @@ def ownership(model: nn.Module, plan: Plan, graph: LayerGraph, steps: Steps, wor
 
 
 def _updaters(plan: Plan, of_stages: Sequence[Named], graph: LayerGraph) -> dict[str, int]:
-    """The rank that updates each parameter, of replicas that divide them; those in one memory are updated
-    by one."""
+    """The rank that updates each parameter, of replicas that divide them; one for those in one memory."""
     found = {}
     for stage, named in zip(plan.stages, of_stages, strict=True):
         places = [0] * len(named)
@@ -109,11 +108,10 @@ def _updaters(plan: Plan, of_stages: Sequence[Named], graph: LayerGraph) -> dict
 
 def _check_shared(graph: LayerGraph, steps: Steps, plan: Plan) -> None:
     """Check that tensors in one memory are on one stage, and that each has one version."""
-    for mode, shared in zip(("train", "eval"), graph.shared, strict=True):
-        if mode not in steps.stage_of:
-            continue
-        places = [*steps.stage_of[mode], plan.num_stages - 1]  # the model's output reads last
-        for names, layers in shared.items():
+    shared = dict(zip(("train", "eval"), graph.shared, strict=True))
+    for mode, stage_of in steps.stage_of.items():
+        places = [*stage_of, plan.num_stages - 1]  # the model's output reads last
+        for names, layers in shared[mode].items():
             if plan.versions is not None:
                 raise PlanError(
                     f"versions of the weights need parameters in memory of their own, and {names[0]} shares "
@@ -134,8 +132,8 @@ def make_stages(
     autocast: torch.dtype | None,
     devices: Mapping[int, Device],
     memory: MemoryThread,
-    guard: Guard | None = None,
-    stores: StoreOptions = UNLIMITED,
+    guard: Guard | None,
+    stores: StoreOptions,
 ) -> dict[int, Stage]:
     """Return the stages of this process, each with its layers, its store and its versions of the weights.
 
@@ -177,22 +175,18 @@ def make_stages(
 
 
 def disk_of(own: Ownership, plan: Plan, options: DiskOptions, tiers: Tiers) -> Disk | None:
-    """Return the disk that all stores of this process share; None where nothing of it may go there.
-
-    Args:    tiers: of this process.
-
-    Raises:  ConfigError: the folder takes no file. PlanError: no size in bytes."""
+    """Return the disk that all stores of this process share; None where nothing of it may go there."""
     stages = [plan.stages[index] for index in own.here]
     asked = {tier for one in stages for tier in (one.tier, one.weights_tier, one.parameters_tier)}
     limits = tiers.device.limit, tiers.host.limit
-    spills = options.allowed and any(limit is not None for limit in limits) and asked & {"packed", "host"}
-    if not (spills or "disk" in asked):
-        return None
-    if not options.allowed:
+    spills = any(limit is not None for limit in limits) and asked & {"packed", "host"}
+    if "disk" in asked and not options.allowed:
         raise ConfigError(
             "budget=0 allows nothing on disk, found a plan whose stages use the tier disk; raise the budget, "
             "or plan with another tier"
         )
+    if not options.allowed or not (spills or "disk" in asked):
+        return None
     most = MOST_WAITING
     if (limit := tiers.device.limit) is not None:
         most = min(most, max(limit // WAITING_SHARE, REQUEST_BYTES))
@@ -213,11 +207,11 @@ def mirror_of(
     tier = plan.stages[index].parameters_tier
     if tier == "device":
         return None
-    shared = sharing([*model.parameters(), *model.buffers()])
     runs = []
     for mode in steps.stage_of:
         traced, layers = steps.layers(mode, index)
         runs.append((traced, layers, parts_of(model, traced, layers), steps.shapes.real[mode]))
+    shared = sharing([*model.parameters(), *model.buffers()])
     able = {id(parameter) for name, parameter in own.here[index] if name not in own.written} - shared
     for other in own.here:  # a frozen module may be called in several stages
         for mode in steps.stage_of if other != index else ():

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from ...compression.errors import Disagreement, PlanError
-from ...stages.memory.parameter_offload import OffloadedParameters
 from ...stages.plan.plan import Plan
 from ...stages.plan.validation import check_statistics
 from ...stages.stage.stage import Stage
@@ -33,10 +32,8 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def check_hooks(named: Named, *, known: Collection[int] = ()) -> None:
-    """Refuse hooks that see a gradient behind each backward: of one rank the sum until then, here a part.
-
-    Args:    known: numbers of hooks that may.
-    Raises:  PlanError: a parameter has another one."""
+    """Refuse hooks that see a gradient behind each backward, which of one rank is the sum until then, here a
+    part; ``known``: numbers of hooks that may."""
     hooks = ((name, getattr(p, "_post_accumulate_grad_hooks", None) or ()) for name, p in named)
     if name := next((name for name, numbers in hooks if set(numbers) - set(known)), ""):
         raise PlanError(
@@ -46,29 +43,8 @@ def check_hooks(named: Named, *, known: Collection[int] = ()) -> None:
         )
 
 
-def trained(named: Named) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each parameter 1 if it requires a gradient, else 0; and the other way round."""
-    asks = torch.tensor([int(parameter.requires_grad) for _, parameter in named], dtype=torch.uint8)
-    return asks, 1 - asks
-
-
-def check_trained(named: Named, found: torch.Tensor, *, stage: int) -> None:
-    """Refuse a parameter that replicas of ``stage`` do not all train: the sum would lack a part.
-
-    Args:    found: the largest of what they have ``trained``.
-    Raises:  Disagreement: there is one."""
-    for (name, _), both in zip(named, (found[0] & found[1]).tolist(), strict=True):
-        if both:
-            raise Disagreement(
-                f"replicas of a stage train the same parameters: {name} of stage {stage} requires a gradient "
-                "on some of their ranks and on others none; set requires_grad alike on all of them"
-            )
-
-
 def check_replicated(plan: Plan, model: nn.Module, graph: LayerGraph) -> None:
-    """Refuse what replicas would train otherwise than one.
-
-    Raises:  PlanError: the model has something of the kind."""
+    """Refuse a model that replicas would train otherwise than one rank; raises PlanError."""
     if max(plan.replicas) == 1:
         return
     check_hooks(model.named_parameters())
@@ -132,17 +108,25 @@ class Replicas:
         *,
         own: Ownership,
         stages: Mapping[int, Stage],
-        held: Callable[[int], Mapping[str, torch.Tensor]],
-        every: int = EVERY,
+        held: Mapping[int, Mapping[str, torch.Tensor]],
     ) -> None:
-        self.plan, self.held, self.every = plan, held, every
+        self.plan, self.held, self.every = plan, held, EVERY
         several = [] if world.is_alone else [stage for stage in own.here if plan.replicas[stage] > 1]
         if max(plan.replicas) > 1 and not world.is_alone:
             world.level()
         self.groups = {s: ReplicaGroup(world, plan.stages[s].ranks, stage=s) for s in several}
-        self.exchanges = {
-            s: _exchanges(own, s, group, mirror=stages[s].mirror) for s, group in self.groups.items()
-        }
+        # One exchange for all parameters of a stage; of offloaded ones one a turn, and one of the rest.
+        self.exchanges: dict[int, list[GradientExchange]] = {}
+        for s, group in self.groups.items():
+            named, mirror = own.here[s], stages[s].mirror
+            owners = {name: group.ranks.index(own.updaters[name]) for name, _ in named if own.updaters}
+            turns = mirror.turns if mirror is not None else []
+            turn_of = {id(parameter): place for place, turn in enumerate(turns) for parameter in turn}
+            self.exchanges[s] = []
+            for place in range(len(turns) + 1):
+                some = [pair for pair in named if turn_of.get(id(pair[1]), len(turns)) == place]
+                offloaded = mirror if place < len(turns) else None
+                self.exchanges[s].append(GradientExchange(some, group, owners=owners, mirror=offloaded))
         self.statistics = {s: RunningStatistics(*norms_of(stages[s]), exact=plan.exact) for s in several}
         self.here = own.here
         self.mirrors = {s: stages[s].mirror for s in several}
@@ -179,9 +163,7 @@ class Replicas:
     def backward(
         self, stage: int, micro_batch: int, *, ends: bool = True
     ) -> contextlib.AbstractContextManager[None]:
-        """The block of a backward of ``micro_batch`` through ``stage``, or of half of it.
-
-        Args:    ends: it is not the first half."""
+        """The block of a backward of ``micro_batch`` through ``stage``; not ``ends``: its first half."""
         if stage not in self.groups:
             return _NOTHING
         if self.keeps:
@@ -218,9 +200,15 @@ class Replicas:
         named = [pair for one in exchanges for pair in one.named]
         if not named:
             return [torch.zeros(0)]
-        rows = torch.stack([torch.cat([one.has for one in exchanges]), *trained(named)])
+        trained = torch.tensor([int(parameter.requires_grad) for _, parameter in named], dtype=torch.uint8)
+        rows = torch.stack([torch.cat([one.has for one in exchanges]), trained, 1 - trained])
         self.groups[stage].largest(rows, at="which gradients there are")
-        check_trained(named, rows[1:], stage=stage)
+        for (name, _), both in zip(named, (rows[1] & rows[2]).tolist(), strict=True):
+            if both:  # the sum would lack a part
+                raise Disagreement(
+                    f"replicas of a stage train the same parameters: {name} of stage {stage} requires a "
+                    "gradient on some of their ranks and on others none; set requires_grad alike on all"
+                )
         return rows[0].split([len(one.named) for one in exchanges])
 
     def losses(self, mine: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
@@ -238,9 +226,7 @@ class Replicas:
 
     def updated(self, stage: int) -> None:
         """Give each other what some updated for all; compare what the replicas of ``stage`` hold, at the
-        first update and every hundredth.
-
-        Raises: Disagreement: it is not the same; the sentence names the first tensor."""
+        first update and every hundredth; raises Disagreement."""
         if stage not in self.groups:
             return
         if self.plan.sharded:
@@ -249,7 +235,7 @@ class Replicas:
         self.updates[stage] += 1
         if (self.updates[stage] - 1) % self.every:
             return
-        group, held = self.groups[stage], self.held(stage)
+        group, held = self.groups[stage], self.held[stage]
         rows = group.all_gather(self._digests(stage), at="the digest of what replicas hold")
         for rank, row in zip(group.ranks, rows, strict=True):
             for name, ours, theirs in zip(held, rows[0].tolist(), row.tolist(), strict=True):
@@ -269,33 +255,14 @@ class Replicas:
 
     def _digests(self, stage: int) -> torch.Tensor:
         """One number for the bytes of each tensor of ``stage``; of offloaded parameters turn by turn."""
-        held = self.held(stage)
-        found = dict.fromkeys(held, 0)
-        offloaded = [one for one in self.exchanges[stage] if one.mirror is not None]
-        for one in offloaded:
+        held, found = self.held[stage], dict[str, int]()
+        for one in self.exchanges[stage] if self.mirrors[stage] else ():
             names = [name for name, _ in one.named if name in held]
             with one.values():
                 found |= zip(names, digests(held[name] for name in names).tolist(), strict=True)
-        done = {name for one in offloaded for name, _ in one.named}
-        rest = [name for name in held if name not in done]
+        rest = [name for name in held if name not in found]
         found |= zip(rest, digests(held[name] for name in rest).tolist(), strict=True)
         return torch.tensor([found[name] for name in held], dtype=torch.int64)
-
-
-def _exchanges(
-    own: Ownership, stage: int, group: ReplicaGroup, *, mirror: OffloadedParameters | None
-) -> list[GradientExchange]:
-    """Return the exchange of the parameters of ``stage``; of offloaded ones one a turn, and of the rest."""
-    named = own.here[stage]
-    owners = {name: group.ranks.index(own.updaters[name]) for name, _ in named if own.updaters}
-    turns = mirror.turns if mirror is not None else []
-    turn_of = {id(parameter): place for place, turn in enumerate(turns) for parameter in turn}
-    found = []
-    for place in range(len(turns) + 1):
-        some = [pair for pair in named if turn_of.get(id(pair[1]), len(turns)) == place]
-        offloaded = mirror if place < len(turns) else None
-        found.append(GradientExchange(some, group, owners=owners, mirror=offloaded))
-    return found
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

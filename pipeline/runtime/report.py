@@ -158,29 +158,26 @@ class Report:
         return int(max(self._by_rank("peak_bytes"), default=0))
 
     def __str__(self) -> str:
+        def packed(before: int, what: str, after: int) -> str:
+            times = f" ({before / after:.2f}x)" if after else ""
+            return f"{show_bytes(before)} {what} {show_bytes(after)}{times}"
+
         lines = [
             f"step {self.step}: loss {self.loss:.4f}, {self.num_samples} samples in {self.seconds:.3f} s"
         ]
-        sent = _packed(self.bytes_raw, "between stages sent as", self.bytes_sent)
+        sent = packed(self.bytes_raw, "between stages sent as", self.bytes_sent)
         lines.append(sent if self.bytes_raw else "nothing was sent between stages")
         saved, kept = (sum(getattr(one, f"saved_{what}") for one in self.stages) for what in ("raw", "kept"))
         if saved:
-            lines.append(_packed(saved, "saved for the backward, kept as", kept))
-        return "\n".join([*lines, *map(_line, range(len(self.stages)), self.stages)])
+            lines.append(packed(saved, "saved for the backward, kept as", kept))
+        for number, stage in enumerate(self.stages):
+            times = f"computed {stage.compute_seconds:.3f} s, waited {stage.waiting_seconds:.3f} s"
+            held = f"held {show_bytes(stage.peak_bytes)} at most"
+            lines.append(f"stage {number} on rank {stage.rank}: {times}, {held}")
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<Report of step {self.step}: loss {self.loss:.4f}, {self.seconds:.3f} s>"
-
-
-def _packed(before: int, what: str, after: int) -> str:
-    times = f" ({before / after:.2f}x)" if after else ""
-    return f"{show_bytes(before)} {what} {show_bytes(after)}{times}"
-
-
-def _line(number: int, stage: StageReport) -> str:
-    times = f"computed {stage.compute_seconds:.3f} s, waited {stage.waiting_seconds:.3f} s"
-    held = f"held {show_bytes(stage.peak_bytes)} at most"
-    return f"stage {number} on rank {stage.rank}: {times}, {held}"
 
 
 def described(plan: Plan, *, here: Sequence[int], num_steps: int) -> str:
@@ -192,16 +189,10 @@ def described(plan: Plan, *, here: Sequence[int], num_steps: int) -> str:
         ends = " .. ".join(dict.fromkeys([stage.layers[0], stage.layers[-1]]))
         layers = f"{counted(len(stage.layers), 'layer')} ({ends})"
         mark = ", here" if number in here and plan.num_ranks > 1 else ""
-        lines.append(
-            f"stage {number} on {ranks_named(stage.ranks)}{mark}: {layers}, "
-            f"{counted(stage.num_parameters, 'parameter')}"
-        )
+        ranks = f"rank{'s' * (len(stage.ranks) > 1)} {', '.join(map(str, stage.ranks))}"
+        parameters = counted(stage.num_parameters, "parameter")
+        lines.append(f"stage {number} on {ranks}{mark}: {layers}, {parameters}")
     return "\n".join([*lines, f"{counted(num_steps, 'step')} taken"])
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """``"rank 2"``, ``"ranks 0, 1"``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def counted(number: int, one: str, several: str = "") -> str:
@@ -223,9 +214,7 @@ def gather_reports(
     asked: int,
 ) -> dict[str, Any]:
     """Return of a Report the loss, which one rank has and the others give as 0, what every stage reports, and
-    the largest number that a rank was ``asked`` to tell.
-
-    Args:    ranks: those of every stage, of whose reports one is made."""
+    the largest number that a rank was ``asked`` to tell; ``ranks``: those of every stage."""
     mine = [float(asked), loss]
     for stage in range(len(ranks)):
         mine += reports.get(stage, StageReport()).numbers()

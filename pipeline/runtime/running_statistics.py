@@ -30,9 +30,7 @@ _AT = "the running statistics"
 
 
 class Unread(TorchFunctionMode):
-    """The block in which nobody may use ``buffers`` (name by identity); norms that run have others then.
-
-    Raises: StageError: somebody does."""
+    """The block in which nobody may use ``buffers`` (name by identity); norms that run have others then."""
 
     def __init__(self, buffers: Mapping[int, str]) -> None:
         super().__init__()
@@ -137,7 +135,9 @@ class RunningStatistics:
             handles.append(norm.register_forward_pre_hook(first, with_kwargs=True))
             handles.append(norm.register_forward_hook(functools.partial(after, name)))
         try:
-            with self._unread() if self.inside else contextlib.nullcontext():
+            used = {name: norm for name, norm in self.norms.items() if norm.training}
+            buffers = {id(getattr(norm, k)): f"{name}.{k}" for name, norm in used.items() for k in BUFFERS}
+            with Unread(buffers) if self.inside else contextlib.nullcontext():
                 yield
         finally:
             for name in [*replaced]:
@@ -145,18 +145,13 @@ class RunningStatistics:
             for handle in handles:
                 handle.remove()
 
-    def _unread(self) -> Unread:
-        norms = {name: norm for name, norm in self.norms.items() if norm.training}
-        return Unread({id(getattr(norm, k)): f"{name}.{k}" for name, norm in norms.items() for k in BUFFERS})
-
     def exchange(self, group: ReplicaGroup, num_micro_batches: int) -> None:
         """Add what all replicas saw of the micro-batches of a step, in ascending order; collective."""
         if not self.norms:
             return
         sizes = [1 + 2 * norm.running_mean.numel() for norm in self.norms.values()]
-        rows = torch.full(
-            (num_micro_batches, sum(sizes)), -0.0, dtype=torch.float64
-        )  # adds nothing to any bits
+        shape = num_micro_batches, sum(sizes)
+        rows = torch.full(shape, -0.0, dtype=torch.float64)  # which adds nothing to any bits
         for micro_batch, seen in self.seen.items():
             for name, part in zip(self.norms, rows[micro_batch].split(sizes), strict=True):
                 if name in seen:
@@ -173,16 +168,13 @@ class RunningStatistics:
 
 
 def add(buffer: torch.Tensor, new: torch.Tensor, factor: float, *, in_double: bool = False) -> None:
-    """Make ``buffer`` the weighted mean of itself and ``new``, rounded as torch's kernels for the CPU round.
-
-    Args:
-        in_double: Sum up in float64, as a variance is whose input has the dtype of the statistics."""
+    """Make ``buffer`` the weighted mean of itself and ``new``, rounded as torch's kernels for the CPU round;
+    ``in_double``: sum up in float64, as a variance is whose input has the dtype of the statistics."""
     before, weight = buffer.cpu(), torch.tensor(factor, dtype=buffer.dtype)
     new, rest = new.to(buffer.dtype), (1 - weight) * before
     if in_double:
-        buffer.copy_(weight.double() * new.double() + rest.double())
-    else:
-        buffer.copy_(weight * new + rest)
+        weight, new, rest = weight.double(), new.double(), rest.double()
+    buffer.copy_(weight * new + rest)
 
 
 def _check_rounding(name: str, norm: Any, x: torch.Tensor) -> None:

@@ -26,10 +26,9 @@ from .ownership import Ownership
 class State:
     """Parameters and buffers that this process holds, by their keys in the model's own state_dict.
 
-    Args:       stages: those of this process.
-                own: who owns which parameter.
     Attributes: hidden: keys of buffers that the state_dict leaves out; forward may write to them too.
-                readers: for every buffer (by identity) the stages whose layers use it."""
+                readers: for every buffer (by identity) the stages whose layers use it.
+                stages: by stage of this process its parameters, and the buffers that its layers name."""
 
     def __init__(
         self,
@@ -77,16 +76,9 @@ class State:
             for stage, one in stages.items()
         }
 
-    def of_stage(self, stage: int) -> dict[str, torch.Tensor]:
-        """The parameters of a stage of this process, and the buffers that its layers name."""
-        return self.stages[stage]
-
     def part(self, update: Update, *, hidden: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return this process's part of the state: JSON values, and its tensors by the names that this uses,
-        offloaded ones without elements.
-
-        Args:
-            hidden: Also tensors that the model's state_dict leaves out."""
+        offloaded ones without elements; ``hidden``: also those that the model's state_dict leaves out."""
         mine = [key for key in self.held if self.source[key] == self.world.rank]
         mine = [key for key in mine if hidden or key not in self.hidden]
         keys = {key: f"model/{self.shared.get(key, key)}" for key in mine}  # a tied tensor is there once
@@ -140,9 +132,8 @@ class State:
             with update.resident() if keys is None else contextlib.nullcontext():  # a person's may be these
                 update.check(parts)
         except RecursionError as error:
-            raise PlanError(
-                "a state ends somewhere, and this one holds itself; take one from state_dict"
-            ) from error
+            rule = "a state ends somewhere, and this one holds itself; take one from state_dict"
+            raise PlanError(rule) from error
         return parts
 
     def load(self, update: Update, parts: Mapping[str, Any], *, names: Collection[str] | None = None) -> int:
@@ -151,11 +142,8 @@ class State:
         Args:   names: of all parameters of the optimizers, where the parts have only what is ``wanted`` here.
         Raises: PlanError, on every rank: they have something of other parameters than all ranks together."""
         ours = self.world.all_gather_json([update.names[id(p)] for p in update.tensors()])
-        check_names(
-            "optimizer",
-            parts["optimizer"] if names is None else names,
-            {name for some in ours for name in some},
-        )
+        theirs = parts["optimizer"] if names is None else names
+        check_names("optimizer", theirs, {name for some in ours for name in some})
         for has in update.turns(at_once=names is None):
             update.load_kept(parts["optimizer"], has=has)
             self._copy(parts["model"], has=has)
@@ -179,9 +167,9 @@ class State:
 
 def _once(tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Tensor:
     """``tensor`` without what ``like`` (itself) repeats: torch writes to no element twice."""
-    repeated = [dim for dim, step in enumerate((tensor if like is None else like).stride()) if step == 0]
-    for dim in repeated:
-        tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    for dim, step in enumerate((tensor if like is None else like).stride()):
+        if step == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
     return tensor
 
 
@@ -209,11 +197,9 @@ def readers_of_buffers(model: nn.Module, graph: LayerGraph, stage_of: Sequence[i
     """For every buffer (by identity) the stages whose layers use it."""
     found: dict[int, set[int]] = {}
     for layer, stage in zip(graph.train.layers, stage_of, strict=True):
-        used = (
-            list(model.get_submodule(str(layer.node.target)).buffers())
-            if layer.node.op == "call_module"
-            else []
-        )
+        used: list[torch.Tensor] = []
+        if layer.node.op == "call_module":
+            used += model.get_submodule(str(layer.node.target)).buffers()
         for node in layer.node.all_input_nodes:
             if is_local(node) and str(node.target) not in graph.train.constants:
                 path, _, name = str(node.target).rpartition(".")
@@ -227,9 +213,7 @@ def put_together(
     parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], keys: Sequence[str], steps: int
 ) -> dict[str, Any]:
     """One state from what every rank said, and the tensors that it said it of."""
-    model: dict[str, Any] = {}
-    scheduler = next((said["scheduler"] for said, _ in parts if said["scheduler"]), None)
-    optimizer: dict[str, dict[str, Any]] = {}
+    model, optimizer = dict[str, Any](), dict[str, dict[str, Any]]()
     for said, tensors in parts:
         model |= {key: tensors[name] for key, name in said["keys"].items()}
         for name, kept in said["optimizer"].items():
@@ -239,13 +223,12 @@ def put_together(
             }
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in items["group"].items()}
             optimizer[name] = {"state": items["state"], "group": settings}
-    ordered = {key: model[key] for key in keys if key in model}
     classes = ", ".join(sorted({kind for said, _ in parts for kind in said["classes"]}))
     return {
-        "model": ordered,
+        "model": {key: model[key] for key in keys if key in model},
         "optimizer": optimizer,
         "optimizer_class": classes or None,
-        "scheduler": scheduler,
+        "scheduler": next((said["scheduler"] for said, _ in parts if said["scheduler"]), None),
         "step": steps,
     }
 

@@ -83,13 +83,11 @@ class Recorded:
 
     shapes: Shapes
     stage_of: Mapping[str, Sequence[int]]
-    guards: Mapping[str, InputGuards]
+    guards: dict[str, InputGuards] = dataclasses.field(default_factory=dict, init=False)
 
-    @classmethod
-    def of(cls, shapes: Shapes, stage_of: Mapping[str, Sequence[int]]) -> Recorded:
-        """A record with the guards of its traces."""
-        traces = shapes.traced.items()
-        return cls(shapes, stage_of, {mode: InputGuards(one, shapes.autocast) for mode, one in traces})
+    def __post_init__(self) -> None:
+        for mode, traced in self.shapes.traced.items():
+            self.guards[mode] = InputGuards(traced, self.shapes.autocast)
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The trace of a mode, and the layers of one stage in it."""
@@ -121,7 +119,7 @@ class Steps:
         except PlanError as error:  # training does not need it
             self.refusal = str(error)
         # The first, then those of other shapes, what was used last at the end.
-        self.recorded = [Recorded.of(self.shapes, self.stage_of)]
+        self.recorded = [Recorded(self.shapes, self.stage_of)]
         self.guards: ModelGuards | None = None
         self.known: dict[object, Planned] = {}
         self.runs: dict[object, list[Recorded]] = {}  # those that take a micro-batch, by its shapes
@@ -144,9 +142,7 @@ class Steps:
 
         Args:   extra: how many more are in flight in training than the schedule's own; runs: those that the
                 micro-batches take; None: they are chosen here.
-        Raises: PlanError: a cut would change the bits at these shapes; ScheduleError: the schedule is unknown
-                or would deadlock.
-        """
+        Raises: PlanError: a cut would change the bits at these shapes. ScheduleError: it would deadlock."""
         if mode not in self.stage_of:
             raise PlanError(self.refusal)
         runs = runs or self.runs_of(mode, inputs)
@@ -161,11 +157,7 @@ class Steps:
     def routed(
         self, mode: str, inputs: Inputs, runs: Sequence[Recorded] | None = None
     ) -> tuple[list[Probe], list[tuple[Route, ...]]]:
-        """For every micro-batch what is known of its values, and the route of every stage.
-
-        Args:   runs: those that the micro-batches take; None: they are chosen here.
-        Raises: PlanError: a cut would change the bits at these shapes.
-        """
+        """For every micro-batch what is known of its values, and the routes; raises what ``step`` does."""
         runs = runs or self.runs_of(mode, inputs)
         records = [run.shapes.probe(mode, batch) for run, batch in zip(runs, inputs, strict=True)]
         for run, record in zip(runs, records, strict=True):
@@ -174,17 +166,17 @@ class Steps:
             if len(self.routes) == KEPT:
                 self.routes = {id(one): self.routes[id(one)] for one in records if id(one) in self.routes}
             traced, stage_of = run.shapes.traced[mode], run.stage_of[mode]
-            _check_cuts(traced, stage_of, record)
+            for number, (here, following) in enumerate(pairwise(stage_of)):
+                if here != following and (reason := record.refused.get(number)):
+                    name = traced.layers[number].name
+                    raise PlanError(f"the model must not be cut behind layer {name}: {reason}; cut elsewhere")
             made = routes(traced, record, stage_of, num_stages=self.plan.num_stages)
             self.routes[id(record)] = record, made  # the record too: an id is one only while it lives
         return records, [self.routes[id(record)][1] for record in records]
 
     def runs_of(self, mode: str, inputs: Inputs) -> list[Recorded]:
         """The run of the model that each micro-batch takes: by its shapes, and where a run reads something of
-        its inputs, by that; the model is recorded anew for a micro-batch that takes none. Collective then.
-
-        Raises: PlanError: it cannot be recorded, or one shape leads to too many records.
-        """
+        its inputs, by that; the model is recorded anew for a micro-batch that takes none. Collective then."""
         found = [self._variants(mode, batch) for batch in inputs]
         while True:
             places = self._places(mode, inputs, found)
@@ -212,30 +204,21 @@ class Steps:
                     break
             if not found:
                 assert refused is not None
-                found = [self._remember(self._record(batch, refused))]
+                found = [self._record(batch, refused)]
             self.runs[key] = found
         return self.runs[key]
-
-    def _remember(self, one: Recorded) -> Recorded:
-        if len(self.recorded) == MOST_RECORDED:
-            del self.recorded[1]
-            self.runs = {}
-        self.recorded.append(one)
-        return one
 
     def _places(self, mode: str, inputs: Inputs, found: Sequence[list[Recorded]]) -> list[int]:
         """For every micro-batch the place of the first of its runs whose guards hold, -1 if none does; told
         by the ranks that have the inputs."""
         if not any(run.guards[mode] for runs in found for run in runs):
             return [0] * len(found)
-        mine = [
-            None if any(x.is_meta for x in batch) else _first_that_holds(mode, batch, runs)
-            for batch, runs in zip(inputs, found, strict=True)
-        ]
+        mine: list[int | None] = []
+        for batch, runs in zip(inputs, found, strict=True):
+            holds = (place for place, run in enumerate(runs) if not run.guards[mode].refusal(batch))
+            mine.append(None if any(x.is_meta for x in batch) else next(holds, -1))
         rows = [mine] if self.world.is_alone else self.agreement.exchange("what is read of inputs", mine)
-        return [
-            next((place for place in column if place is not None), 0) for column in zip(*rows, strict=True)
-        ]
+        return [next((p for p in column if p is not None), 0) for column in zip(*rows, strict=True)]
 
     def _add_variant(self, mode: str, inputs: Inputs, found: Sequence[list[Recorded]], number: int) -> None:
         """Record the model on the inputs of one micro-batch, whose rank gives them to all; collective."""
@@ -246,12 +229,10 @@ class Steps:
             rows = self.agreement.exchange("inputs to record", rows[0])
         refused, texts = next(row for row in rows if row[1])
         if len(runs) >= MOST_VARIANTS:
-            raise PlanError(
-                f"a shape has at most {MOST_VARIANTS} records, by what forward reads of its inputs, found "
-                f"one more: {refused}"
-            )
+            rule = f"a shape has at most {MOST_VARIANTS} records, by what forward reads of its inputs"
+            raise PlanError(f"{rule}, found one more: {refused}")
         given = [_of_text(text, x) for text, x in zip(texts, batch, strict=True)]
-        runs.append(self._remember(self._record(batch, PlanError(refused), given)))
+        runs.append(self._record(batch, PlanError(refused), given))
 
     def _record(
         self,
@@ -261,8 +242,7 @@ class Steps:
     ) -> Recorded:
         """Record the model for such a micro-batch, which all that is recorded ``refused``; collective.
 
-        Args:   values: inputs to record it on; None: those of the example, over and over.
-        Raises: PlanError: it cannot be recorded, or has its parts on other stages."""
+        Args:   values: inputs to record it on; None: those of the example, over and over."""
         first, stages, began = self.shapes, self.plan.num_stages, time.perf_counter()
         ours = first.traced["train"]
         with self.agreement.all_or_none("recording another shape"):
@@ -274,7 +254,7 @@ class Steps:
                 stage_of = {"train": train}
                 if "eval" in self.stage_of:
                     stage_of["eval"] = follow(graph, train, num_stages=stages)
-                found = Recorded.of(Shapes(graph), stage_of)
+                found = Recorded(Shapes(graph), stage_of)
                 self._check_alike(found, graph)
                 self.agreement.agree("the layers at another shape", lambda: of_layers(graph))
                 assert self.guards is not None, "made with the engine"
@@ -292,13 +272,14 @@ class Steps:
                 f"{time.perf_counter() - began:.1f} s; shapes that come again are known",
                 stacklevel=2,
             )
+        if len(self.recorded) == MOST_RECORDED:
+            del self.recorded[1]
+            self.runs = {}
+        self.recorded.append(found)
         return found
 
     def _check_alike(self, other: Recorded, graph: LayerGraph) -> None:
-        """Refuse a run that needs more than the stages were made for.
-
-        Raises: PlanError: a stage reads parts that it does not hold, or another stage's parameter; other
-                layers are random, or write to buffers; parameters that come by layer are of other layers."""
+        """Refuse a run that needs more than the stages were made for; raises PlanError."""
         first, plan = self.recorded[0], self.plan
         if graph.train_probe.seeded != first.shapes.real["train"].seeded:
             raise PlanError("other layers of the model are random")
@@ -332,18 +313,14 @@ class Steps:
         if mode == "train":
             programs, order, window = self._training(len(inputs), pairs, extra)
         else:
-            owners = [self.plan.owner(s) for s in range(self.plan.num_stages)]
-            ranks = range(self.plan.num_ranks)
-            programs = [
-                [Instruction(s, Op.F, 0) for s, owner in enumerate(owners) if owner == rank] for rank in ranks
-            ]
             order, window = [Instruction(s, Op.F, 0) for s in range(self.plan.num_stages)], 2
+            ranks = range(self.plan.num_ranks)
+            programs = [[i for i in order if self.plan.owner(i.stage) == rank] for rank in ranks]
         rank_of = self.plan.rank_of if mode == "train" else lambda stage, micro_batch: self.plan.owner(stage)
         firsts = first_micro_batches(self.plan, len(inputs))
+        settings = {"rank_of": rank_of, "codecs": self.codecs}
         messages = {
-            index: micro_batch_messages(
-                index, route, rank_of=rank_of, codecs=self.codecs, tied=index in firsts
-            )
+            index: micro_batch_messages(index, route, **settings, tied=index in firsts)
             for index, route in enumerate(routed)
         }
         made = step_messages(programs, dict(enumerate(routed)), messages, window=window)
@@ -364,17 +341,12 @@ class Steps:
             order = verify(whole, **settings, window=smallest_window(whole, **settings))
         updates = [[Instruction(s, Op.U) for s in own] for own in stages]
         programs = [[*program, *update] for program, update in zip(programs, updates, strict=True)]
-        once = dict.fromkeys(u for update in updates for u in update)  # replicas are one in one process
+        once = dict.fromkeys(itertools.chain(*updates))  # replicas are one in one process
         return programs, [*order, *once], window
 
 
 def _shape(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _first_that_holds(mode: str, batch: Sequence[torch.Tensor], runs: Sequence[Recorded]) -> int:
-    """The place of the first run whose guards hold for a micro-batch, -1 if none does."""
-    return next((place for place, run in enumerate(runs) if not run.guards[mode].refusal(batch)), -1)
 
 
 def _text(tensor: torch.Tensor) -> str:
@@ -444,13 +416,6 @@ def first_micro_batches(plan: Plan, number: int) -> set[int]:
     return set(found.values())
 
 
-def _check_cuts(traced: Traced, stage_of: Sequence[int], record: Probe) -> None:
-    for number, (here, following) in enumerate(pairwise(stage_of)):
-        if here != following and (reason := record.refused.get(number)):
-            name = traced.layers[number].name
-            raise PlanError(f"the model must not be cut behind layer {name}: {reason}; cut elsewhere")
-
-
 class Live(NamedTuple):
     """A micro-batch that not all stages are done with."""
 
@@ -486,16 +451,18 @@ class StreamFeed:
         self._check(len(inputs))
         records, routed = self.steps.routed("train", inputs)
         rule = self.plan.policy.rule
-        if rule and not rule.delay:
-            _check_tied(records[0], routed[0])
+        if rule and not rule.delay:  # a copy that came with a micro-batch would stay as it was
+            sent = [records[0].values[number] for route in routed[0] for number, _ in route.sends]
+            if tied := next((value.name for value in sent if value.parameter), None):
+                raise PlanError(
+                    f"weights=latest runs a backward with the newest weights, and {tied} is shared with a "
+                    "later stage, which has only what came with the micro-batch; take weights=stashed, or "
+                    "cut so that one stage has all its users"
+                )
         self._open_windows(routed)
 
     def feed(self, batches: Sequence[MicroBatch], *, step: int, extra: int = 0) -> Step:
-        """The slice that a batch's micro-batches bring.
-
-        Raises: PlanError: too few micro-batches for two versions of the weights, or a cut that would change
-                the bits at their shapes.
-        """
+        """The slice that a batch's micro-batches bring; raises what ``Steps.step`` does."""
         self._check(len(batches))
         _, routed = self.steps.routed("train", [batch.inputs for batch in batches])
         self._open_windows(routed)
@@ -520,11 +487,10 @@ class StreamFeed:
     def ran(self, step: Step) -> None:
         """The slice has run: forget what it finished."""
         self.pending = step.messages.pending_out
-        programs = step.messages.programs
-        over = [i.micro_batch for own in programs for i in own if i.stage == 0 and i.op is Op.B]
-        for m in over:
-            assert m is not None
-            del self.live[m]
+        instructions = itertools.chain(*step.messages.programs)
+        for over in [i.micro_batch for i in instructions if i.stage == 0 and i.op is Op.B]:
+            assert over is not None
+            del self.live[over]
 
     def _slice(self, stop: int | None, *, first: int, step: int) -> Step:
         world, start, self.clock = self.steps.world, self.clock, stop or 0
@@ -562,15 +528,4 @@ class StreamFeed:
         programs = [between(own, fed) for own in self.plan.stages_of_rank]
         self.window = smallest_window(
             programs, num_micro_batches=number, edges=self.pairs, asynchronous=self.fed.each
-        )
-
-
-def _check_tied(record: Probe, routes: Sequence[Route]) -> None:
-    """A stage has the newest of its weights only: a copy that came with a micro-batch stays as it was."""
-    sent = [record.values[number] for route in routes for number, _ in route.sends]
-    if tied := next((value.name for value in sent if value.parameter), None):
-        raise PlanError(
-            f"weights=latest runs a backward with the newest weights, and {tied} is shared with a later "
-            "stage, which has only what came with the micro-batch; take weights=stashed, or cut so that one "
-            "stage has all its users"
         )

@@ -16,7 +16,7 @@ from zoo import build
 
 import penstock
 from penstock.pipeline.optimizer.flat import FlatGradients, owners_of
-from penstock.pipeline.runtime.gradient_buckets import Slices
+from penstock.pipeline.runtime.gradient_exchange import Slices
 from penstock.pipeline.runtime.replicas import check_replicated, digests
 
 TWO = Case(
