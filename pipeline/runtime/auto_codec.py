@@ -43,37 +43,6 @@ class Turn:
     stayed: bool
 
 
-class Fixed:
-    """Policy of one codec for everything but what is ``named``; it looks at nothing.
-
-    A policy says with which codec a flow is packed, and may look at what travels, and at the steps, to find
-    out. ``turns``: the last choices that ran against each other; none where there was nothing to choose.
-    ``extra``: micro-batches in flight in the next step beyond the schedule's. ``settled``: False in the first
-    steps, in which choices are still tried."""
-
-    settled = True
-
-    def __init__(self, codec: str, named: Named, *, extra: int) -> None:
-        self.name, self.named, self.extra = codec, named, extra
-        self.turns: tuple[Turn, ...] = ()
-
-    def codec(self, flow: Flow) -> str:
-        """The codec for the frames of ``flow``, behind ``MASKED`` if they are to use a bitmap."""
-        return wherever_masked(self.named.get(flow[:3], self.name), flow)
-
-    def observed(self, messages: StepMessages) -> int | None:
-        """The micro-batch of a step whose tensors ``arriving`` and ``leaving`` are to see, or None."""
-
-    def arriving(self, message: Message, item: torch.Tensor) -> None:
-        """A value has arrived."""
-
-    def leaving(self, message: Message, item: torch.Tensor) -> None:
-        """A value or gradient is about to be packed."""
-
-    def end(self, others: Others, spans: Sequence[Span], seconds: float) -> None:
-        """A step has ended; every rank calls this after every step."""
-
-
 def wherever_masked(codec: str, flow: Flow) -> str:
     """``codec``, behind ``MASKED`` for a gradient if it can use a bitmap."""
     return codec if flow.way == "F" or not has_bitmap(codec) else MASKED + codec
@@ -195,13 +164,13 @@ def policy_named(
     check_name(codec)
     if world.is_alone or not extra[1]:  # alone, nothing is on its way while others compute
         extra = extra[0], extra[0]
-    if codec != AUTO and extra[0] == extra[1]:
-        return Fixed(codec, named, extra=extra[0])
-    return Auto(world, named, codec=codec, extra=extra, deadline=deadline)
+    return Policy(world, named, codec=codec, extra=extra, deadline=deadline)
 
 
-class Auto:
-    """The codec of every flow, and the micro-batches in flight, by measurement.
+class Policy:
+    """The codec of every flow, and the micro-batches in flight: one setting, or found by measurement.
+
+    Attributes: turns: the last choices that ran against each other; none where there was nothing to choose.
 
     Args:    named: what begins with another codec than ``START``, which is tried too, though it be lossy.
              codec: if not "auto", that of all which is not named: only what is in flight is looked for.
@@ -220,6 +189,7 @@ class Auto:
         self.world, self.deadline, self.named = world, deadline, named
         self.searches, self.start = codec == AUTO, START if codec == AUTO else codec
         self.extras = range(extra[0], extra[1] + 1)
+        self.decides = self.searches or len(self.extras) > 1
         self.pool = Pool()
         self.number = 0
         self.chosen: Setting | None = None  # None: the start, for everything
@@ -236,13 +206,14 @@ class Auto:
 
     @property
     def settled(self) -> bool:
-        """True if a setting has won."""
-        return self.chosen is not None
+        """True if a setting has won, or there is only one."""
+        return self.chosen is not None or not self.decides
 
     @property
     def trying(self) -> bool:
         """True if this step tries codecs."""
-        return self.number in TRIALS or (self.number > 0 and self.number % EVERY == 0)
+        due = self.number in TRIALS or (self.number > 0 and self.number % EVERY == 0)
+        return due and self.decides
 
     @property
     def _turn(self) -> int:
@@ -255,16 +226,16 @@ class Auto:
 
     @property
     def extra(self) -> int:
-        """That of the setting which runs."""
+        """Micro-batches in flight in the next step beyond the schedule's own."""
         return self.extras[0] if self.running is None else self.running.extra
 
     def codec(self, flow: Flow) -> str:
-        """That of the setting which runs."""
-        start = wherever_masked(self.named.get(flow[:3], self.start), flow)
-        return start if self.running is None else self.running.codecs.get(flow, start)
+        """The codec for the frames of ``flow``, behind ``MASKED`` if they are to use a bitmap."""
+        start, running = wherever_masked(self.named.get(flow[:3], self.start), flow), self.running
+        return start if running is None else running.codecs.get(flow, start)
 
     def observed(self, messages: StepMessages) -> int | None:
-        """The first micro-batch in a step of trials."""
+        """The micro-batch whose tensors ``arriving`` and ``leaving`` are to see, in a step of trials."""
         return messages.first if self.trying else None
 
     def arriving(self, message: Message, item: torch.Tensor) -> None:
@@ -367,6 +338,3 @@ def _means(table: dict[str, list[Cost]]) -> dict[str, list[float]]:
     return {
         c: [statistics.mean(sizes), min(pack), min(unpack)] for c, (sizes, pack, unpack) in columns.items()
     }
-
-
-Policy = Fixed | Auto

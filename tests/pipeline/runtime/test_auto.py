@@ -29,8 +29,7 @@ from penstock.pipeline.runtime.auto_codec import (
     ROUNDS,
     START,
     TRIALS,
-    Auto,
-    Fixed,
+    Policy,
     Prices,
     Setting,
     choose,
@@ -96,7 +95,7 @@ def test_in_one_process_nothing_overlaps_and_nothing_pays():
 
 
 def deciding(contenders):
-    auto = Auto(World.alone(), deadline=1.0)
+    auto = Policy(World.alone(), deadline=1.0)
     auto.number = 10
     auto.contenders = {str(i): Setting(choice) for i, choice in enumerate(contenders)}
     auto.predictions = [1.0] * len(contenders)
@@ -141,7 +140,7 @@ def test_names_become_policies():
     with pytest.raises(penstock.CodecError, match="auto, raw"):
         policy("zip")
     # More in flight are found only among ranks; a plan without a most flies as many as it begins with.
-    assert isinstance(policy("raw", extra=(0, 2)), Fixed)
+    assert policy("raw", extra=(0, 2)).settled
     assert policy("auto", extra=(1, 2)).extra == 1
     among: Any = types.SimpleNamespace(is_alone=False)
     assert [policy(codec, among, extra=(5, 0)).extra for codec in ("zero_value", "auto")] == [5, 5]
@@ -160,7 +159,7 @@ def test_a_trial_tells_the_bytes_of_the_whole_tensor(dtype):
 def trained(case, steps, plan=None):
     """A pipeline whose codecs are chosen while it trains, after some steps."""
     pipe, _ = run_plan(plan or plan_of(case)[0], case=case, steps=steps)
-    assert isinstance(pipe.policy, Auto)
+    assert pipe.policy.decides
     return pipe
 
 
@@ -178,7 +177,7 @@ def test_auto_decides_in_a_training_run_and_says_so():
 def test_seconds_of_trials_are_those_of_packing(monkeypatch):
     """The seconds of a stage without packing are a price: a trial in it would make packing look free."""
     for name in ("leaving", "arriving"):
-        monkeypatch.setattr(Auto, name, lambda *_: time.sleep(0.02))
+        monkeypatch.setattr(Policy, name, lambda *_: time.sleep(0.02))
     case = Case(model="mlp", cuts=3, codec="auto")
     pipe = trained(case, TRIALS[0] + 1)
     tried = [span for span in pipe.timeline() if span.op == "F" and span.micro_batch == 0]
@@ -188,7 +187,7 @@ def test_seconds_of_trials_are_those_of_packing(monkeypatch):
 
 def contending(made_prices, *, codec, parallel_extra=(0, 2)):
     """The settings that these prices let run, in a world of which nothing else is known."""
-    auto = Auto(World.alone(), codec=codec, extra=parallel_extra, deadline=1.0)
+    auto = Policy(World.alone(), codec=codec, extra=parallel_extra, deadline=1.0)
     auto._prices = lambda messages: made_prices
     auto._contend(lambda extra: two_ranks(8, extra_in_flight=extra))
     return auto.contenders
@@ -232,8 +231,7 @@ def flown(case, plan):
     def train(world):
         model, batches = built[world.rank]
         pipe, flew, live = pipeline_of(case, plan, model, world=world), [], []
-        if isinstance(pipe.policy, Auto):
-            pipe.policy._prices = on_a_slow_link(pipe.policy._prices)
+        pipe.policy._prices = on_a_slow_link(pipe.policy._prices)
         for step in range(TRIALS[-1] + 2 + 3 * ROUNDS):
             flew.append(pipe.policy.extra)
             live.append(pipe.step(*batches[step % 3]).stages[0].live_micro_batches)
@@ -351,7 +349,7 @@ def test_auto_begins_with_what_is_named_and_tries_it_there_alone(tmp_path):
     first, second = names_of(case)
     plan = edited(plan_of(case)[0], tmp_path / "plan.json", {"codecs": {first: "bf16"}})
     pipe, seen = run_plan(plan, case=case, steps=TRIALS[0] + 1)
-    assert isinstance(pipe.policy, Auto)
+    assert pipe.policy.decides
     assert [flows[first, "F", 0] for flows in seen] == ["bf16"] * len(seen)
     assert seen[0][second, "F", 1] == START
     assert seen[0][first, "B", 1] == f"{MASKED}{START}"
