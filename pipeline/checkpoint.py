@@ -166,11 +166,7 @@ def _checksum(index: Mapping[str, Any]) -> str:
 
 
 def save(
-    pipe: Pipeline,
-    folder: str | Path,
-    *,
-    notes: Mapping[str, Any] | None = None,
-    keep: int | None = None,
+    pipe: Pipeline, folder: str | Path, *, notes: Mapping[str, Any] | None = None, keep: int | None = None
 ) -> None:
     """Write a checkpoint of ``pipe`` into ``folder``, in the place of one that is there; collective.
 

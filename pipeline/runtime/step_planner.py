@@ -235,10 +235,7 @@ class Steps:
         runs.append(self._record(batch, PlanError(refused), given))
 
     def _record(
-        self,
-        batch: Sequence[torch.Tensor],
-        refused: PlanError,
-        values: Sequence[torch.Tensor] | None = None,
+        self, batch: Sequence[torch.Tensor], refused: PlanError, values: Sequence[torch.Tensor] | None = None
     ) -> Recorded:
         """Record the model for such a micro-batch, which all that is recorded ``refused``; collective.
 
