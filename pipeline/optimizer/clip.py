@@ -45,8 +45,7 @@ def total_norm(found: Sequence[Sequence[float]], *, device: torch.device) -> tor
 
 
 def norms(gradients: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """For every gradient which dtype it has, counted from 1, and its norm; a GPU is asked once for all,
-    by the kernel of ``clip_grad_norm_`` there."""
+    """The dtype of every gradient, counted from 1, and its norm; a GPU is asked once for all."""
     found: dict[str, tuple[float, float]] = {}
     queued: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
     for name, gradient in gradients.items():

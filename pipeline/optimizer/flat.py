@@ -23,9 +23,8 @@ SLICE_BYTES = 4 << 20  # long against the time that a collective takes to begin,
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Elements ``start`` to ``stop`` of the buffer of a dtype: gradients of the parameters at ``places``.
-
-    ``owner``: the replica that updates these, where one does."""
+    """Elements ``start`` to ``stop`` of the buffer of a dtype: gradients of the parameters at ``places``,
+    which the replica ``owner`` updates, if one does."""
 
     dtype: torch.dtype
     start: int
@@ -35,9 +34,7 @@ class Slice:
 
 
 def owners_of(sizes: Sequence[int], *, replicas: int) -> list[int]:
-    """Return the updater among ``replicas`` of each parameter of so many bytes: neighbours together, bytes
-    evenly.
-    """
+    """The updater of each parameter of so many bytes, neighbours together and bytes evenly."""
     found, begin, whole = list[int](), 0, max(1, sum(sizes))
     for size in sizes:
         found.append(min(replicas - 1, (2 * begin + size) * replicas // (2 * whole)))
@@ -121,9 +118,7 @@ class FlatGradients:
             yield parameter, flats[one.dtype][start : (start := start + layout.numel())].view(layout.shape)
 
     def take(self, flat: torch.Tensor, place: int, start: int, gradient: torch.Tensor | None) -> None:
-        """Copy the gradient of the parameter at ``place``, -0.0 for none, to ``flat`` from ``start`` on.
-
-        Raises: StageError: it is not dense."""
+        """Copy the gradient of the parameter at ``place``, -0.0 for none, to ``flat`` from ``start`` on."""
         if gradient is None:
             flat[start : start + self.layouts[place].numel()].fill_(_none(flat.dtype))
             return
@@ -138,10 +133,9 @@ class FlatGradients:
     def spread(
         self, flats: Buffers, has: Sequence[int], *, like: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor | None]:
-        """Return the gradients of ``flats`` by place; None where no replica ``has`` one.
-
-        Args:    like: by place what to write them into; None, or on the meta device: made anew, in the layout
-                 of this, or of the parameter."""
+        """Return the gradients of ``flats`` by place; None where no replica ``has`` one. They are written
+        into ``like``; where that is None, or on the meta device, they are made in its layout, or the
+        parameter's."""
         found: dict[int, torch.Tensor | None] = {}
         for place, dtype, start in ((p, d, s) for d, offsets in self.offsets.items() for p, s in offsets):
             layout, into = self.layouts[place], like[place]

@@ -19,9 +19,7 @@ Make = Callable[[Named], Optimizer]
 
 
 def make_optimizer(optimizer: Make, named: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer | None:
-    """The optimizer of these parameters; None where the function leaves it nothing.
-
-    Raises:  PlanError: it cannot be made, is none, takes what it was not given, or needs all at once."""
+    """The optimizer of these parameters; None where the function leaves it nothing; raises PlanError."""
     pairs = list(named)
     if not pairs:
         return None
@@ -51,11 +49,9 @@ def make_optimizer(optimizer: Make, named: Iterable[tuple[str, torch.nn.Paramete
 def make_optimizers(
     optimizer: Make, parameters: Mapping[int, Named], *, mine: Collection[str] | None
 ) -> dict[int, Optimizer]:
-    """The optimizers of stages that have some of their ``parameters``.
+    """The optimizers of stages that have some of their ``parameters``; raises PlanError.
 
-    Args:    mine: the names of those that this rank updates, where replicas divide them; None: all.
-    Raises:  PlanError: what ``make_optimizer`` raises; or one of ``mine`` wants a gradient and is in none:
-             it would stay from step to step where one of several replicas has it."""
+    Args:    mine: the names of those that this rank updates, where replicas divide them; None: all."""
     found = {}
     for stage, named in parameters.items():
         updated = named if mine is None else [pair for pair in named if pair[0] in mine]
@@ -78,9 +74,8 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_per_byte(optimizer: Make) -> float | None:
-    """Bytes that an optimizer keeps for each byte of its parameters, as a step shows; None: no telling.
-
-    0 for plain SGD, 1 with momentum, 2 for Adam; numbers that count steps are left out."""
+    """Bytes that an optimizer keeps for each byte of its parameters, as a step shows: 0 for plain SGD, 2 for
+    Adam, without numbers that count steps. None: no telling."""
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     weight.grad = torch.zeros_like(weight)
     with random_kept():

@@ -17,13 +17,10 @@ Scaler = GradScaler | float | None
 
 class Scale:
     """Factor of the loss and divisor of its gradients: a number that stays, or the scale of a GradScaler,
-    which is read before a batch and moved after an update.
+    which is read before a batch and moved after an update. With ``checks`` an overflow skips the update.
 
     With double-buffered weights a batch begins before the one ahead of it updates: its scale, like its
-    weights, is that after ``batch - 1`` updates, from its first micro-batch to its own update.
-
-    Attributes:
-        checks: True if an overflow skips the update; False without a scale, and with one switched off."""
+    weights, is that after ``batch - 1`` updates, from its first micro-batch to its own update."""
 
     def __init__(self, scaler: Scaler) -> None:
         self.scaler = scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
@@ -49,8 +46,7 @@ class Scale:
         return self.after[max(0, batch - 1) if self.scaler is not None else 0]
 
     def update(self, *, overflow: bool) -> None:
-        """After an update (with ``overflow``: in its place), on every rank alike: smaller after an overflow,
-        larger after a long time without one."""
+        """Move the scale after an update (with ``overflow``: in its place), on every rank alike."""
         if self.scaler is None:
             return
         state = self.scaler.state_dict()

@@ -71,8 +71,8 @@ class InTurn:
         return any(self._parts[turn])
 
     def step_of(self, turn: int, pieces: Mapping[int, Parameter] | None = None) -> None:
-        """Update the parameters of one turn, if the optimizer has any of them; those in ``pieces`` alone, by
-        their identity, and what it has of each in its place."""
+        """Update the parameters of one turn; those in ``pieces`` alone, by their identity, the piece in place
+        of each."""
         parts, groups = self._parts[turn], self.optimizer.param_groups
         if pieces is not None:
             parts = [[pieces[id(p)] for p in part if id(p) in pieces] for part in parts]
@@ -114,17 +114,13 @@ def check_separable(
 ) -> None:
     """Refuse an optimizer that does something else with all parameters than with those of each part.
 
+    A warning says that it could not be tried. Hooks are refused, too, where they would count turns.
+
     Args:
-        optimizer: Function that makes it.
         named: All parameters, of which only names, dtypes and shapes are read, so every rank decides alike.
         part_of: The stage of each by its name, or its turn.
         made: Optimizers that the function made.
-        in_turn: One optimizer steps turn by turn; else every stage has one.
-
-    Raises:
-        PlanError: It does, its function gives a parameter other settings on a stage, or it has hooks, which
-            would count turns. A warning says that it could not be tried.
-    """
+        in_turn: One optimizer steps turn by turn; else every stage has one."""
     if hooked := next((one for one in made if in_turn and _hooks(one)), None):
         raise PlanError(
             "with a mirror of the parameters an optimizer steps once for every layer, and "

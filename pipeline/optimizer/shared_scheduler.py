@@ -34,11 +34,8 @@ class SharedScheduler:
     def __init__(
         self, scheduler: MakeScheduler, optimizer: Make, *, named: Named, stages: Mapping[int, Optimizer]
     ) -> None:
-        """Make it, and hand the stages what it sets at once; raises PlanError.
-
-        Args:
-            named: All parameters of the model, of other ranks too.
-            stages: The optimizer of each stage here."""
+        """Make it, and hand the ``stages``, which are those here, what it sets at once; ``named``: of all
+        ranks."""
         whole = make_optimizer(optimizer, named)
         assert whole is not None, "a stage has an optimizer"
         whole.state.clear()  # some optimizers begin with tensors

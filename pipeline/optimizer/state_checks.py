@@ -163,9 +163,7 @@ def check_optimizer(
     *,
     away: Mapping[int, EvictableTensor],
 ) -> None:
-    """Refuse a state that one optimizer does not have: its class, its hyper-parameters, its entries.
-
-    ``names``: those of parameters by identity; ``away``: likewise the memory of offloaded ones."""
+    """Refuse a state that one optimizer does not have: its class, its hyper-parameters, its entries."""
     kind, name_of_class = type(made).__name__, state.get("optimizer_class")
     if name_of_class is not None and kind not in name_of_class.split(", "):
         raise PlanError(
@@ -205,9 +203,8 @@ def check_optimizer(
 
 
 def _entries(made: Optimizer, like: torch.Tensor, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Entries that a copy of ``made`` keeps of such a parameter, before and after its first update; none if
-    it cannot be copied.
-    """
+    """Entries that a copy of ``made`` keeps of such a parameter before and after an update; none without a
+    copy."""
     takes = inspect.signature(type(made)).parameters
     defaults = {key: value for key, value in {**made.defaults, **settings}.items() if key in takes}
     for device in ("meta", CPU):

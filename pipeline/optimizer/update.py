@@ -39,20 +39,15 @@ Has = Callable[[int], bool]  # whether a turn has the tensor with this identity
 
 
 class Update:
-    """Optimizers (and schedulers) of this process's stages.
+    """Optimizers (and schedulers) of this process's stages; raises PlanError.
 
     Args:    parameters: per stage its (name, parameter) pairs, in the model's own order.
              owner: the rank of every parameter of the model by name, in the model's own order.
-             weights: the versions of each stage's parameters.
-             scheduler: stepped after every update that was not skipped for an overflow.
              every: all parameters of the model by name, also those of other ranks.
-             clip: largest L2 norm of the gradients, or None; ``scope``: of all, or of each stage.
              together: whether the stages update in rounds; else each on its own, whatever others find.
-             guard: checks the gradients before an update; None: nothing does.
              exchange: makes the gradients of a stage, which replicas share, those of the whole batch.
              divided: the optimizers here have what ``owner`` says is of this rank only.
-             mirrors: those of the stages that have one.
-    Raises:  PlanError: an optimizer cannot be made, or cannot update a mirror layer by layer."""
+             mirrors: those of the stages that have one."""
 
     def __init__(
         self,
@@ -105,8 +100,7 @@ class Update:
                 self._in_turn[stage] = InTurn(made, turns)
 
     def begin(self) -> None:
-        """Nothing is in flight: gradients start from None (sums that start from zeros lose -0.0), rounds
-        from 0."""
+        """Nothing is in flight: gradients start from None (sums from zeros lose -0.0), rounds from 0."""
         self.num_updates = dict.fromkeys(self.weights, 0)
         self.num_rounds = 0
         self.skipped = False
@@ -118,8 +112,7 @@ class Update:
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
-        """The block in which parameters, gradients and the state of the optimizers are where people look;
-        what is written there stays."""
+        """The block in which all is where people look; what is written there stays."""
         self._depth += 1
         try:
             for mirror in self.mirrors.values() if self._depth == 1 else ():
@@ -161,8 +154,7 @@ class Update:
             self.scheduler.step(stage)
 
     def _step(self, stage: int) -> None:
-        """Let the optimizer of ``stage`` write its parameters, a mirror's turn by turn, unless the update is
-        skipped."""
+        """Let the optimizer of ``stage`` write its parameters, a mirror's turn by turn."""
         if (mirror := self.mirrors.get(stage)) is None:
             if stage in self.optimizers:
                 self._unless_skipped(self.optimizers[stage], self.optimizers[stage].step)
@@ -227,9 +219,8 @@ class Update:
         self._clip(stages)
 
     def _unscale(self, stages: Sequence[int]) -> bool:
-        """Unscale the gradients, which the guard and a clip look at; return whether one of them overflowed.
-
-        Those of a mirror come turn by turn."""
+        """Unscale the gradients, which the guard and a clip look at; return whether one of them
+        overflowed."""
         self._norms = {}
         if self.guard is None and self.clip is None and not self.scale.checks:
             return False
@@ -305,9 +296,8 @@ class Update:
         check_part("GradScaler", self.scale.state(), state.get("scaler"))
 
     def turns(self, *, at_once: bool) -> Iterator[Has]:
-        """Turns in which tensors are near to be written; yields what tells them by identity, each once.
-
-        Args:    at_once: in a single turn."""
+        """Turns in which tensors are there to be written, or a single one; yields what tells them by
+        identity."""
         if at_once or not self.mirrors:
             with self.resident():
                 yield lambda _: True

@@ -1,9 +1,9 @@
-"""Do all ranks mean the same training? Ranks that were given different plans, weights, settings or batches
-would train some other model, with nothing to be seen of it.
+"""Agreement of ranks: those that were given different plans, weights, settings or batches would train some
+other model, with nothing to be seen of it.
 
-Facts are compared as one digest in one small exchange; only where digests differ do the ranks
-tell each other the facts, and all of them refuse with one sentence that names the first difference. What one
-rank refuses for itself in such a place travels the same way, so that no rank waits for one that has left."""
+Facts are compared as one digest; only where digests differ do the ranks exchange the facts, and all of them
+refuse with one sentence that names the first difference. A refusal of one rank in such a place travels the
+same way, so that no rank waits for one that has left."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ class Agreement:
         self.agree(at, list)
 
     def agree(self, at: str, told: Callable[[], Sequence[Fact]]) -> None:
-        """Go on where all ranks have the facts that ``told`` makes; raises Disagreement.
-
-        Args:   at: where in its program this rank is."""
+        """Go on where all ranks, at this place ``at``, have the facts that ``told`` makes; raises
+        Disagreement."""
         if self.world.size == 1:
             return
         facts = told()
@@ -87,10 +86,9 @@ class Agreement:
         return [item for _, item, _ in rows]
 
     def agree_on_plan(self, plan: Plan | None) -> Plan:
-        """Rank 0's plan, on every rank.
+        """Rank 0's plan, on every rank; raises Disagreement where that of another asks for something else.
 
-        A rank may have none, or one that was asked for in the same words: measured seconds vary, so the same
-        question may find other cuts. Raises Disagreement where a plan asks for something else."""
+        A rank may have none, or one that was asked for alike: measured seconds vary, and so do cuts."""
         if self.world.size == 1:
             if plan is None:
                 raise PlanError(
@@ -155,10 +153,8 @@ def _other_wish(ours: Plan, theirs: Plan) -> tuple[str, str, str] | None:
 
 
 class SameBatches:
-    """Compares the first batch of a kind across ranks, and every hundredth; the others cost nothing.
-
-    Args:    stop: (where, error) -> what to raise when this rank refuses a batch that others take: they
-             find out in the middle of it."""
+    """Compares the first batch of a kind across ranks, and every hundredth; ``stop`` makes what is raised
+    when this rank refuses another one: the others find out in the middle of it."""
 
     def __init__(self, agreement: Agreement, stop: Callable[[str, Exception], Exception]) -> None:
         self.agreement, self.stop, self.every = agreement, stop, EVERY

@@ -33,8 +33,7 @@ NONE: Named = {}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A setting that ran for some steps: seconds of a step, predicted and measured, and whether it stayed;
-    ``extra``: micro-batches in flight beyond the schedule's own."""
+    """A setting that ran for some steps: seconds of a step, predicted and measured, and whether it stayed."""
 
     name: str
     extra: int
@@ -58,8 +57,7 @@ Choice = Mapping[Flow, str]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
     """Measurements: the cost of every codec on every flow, seconds of every stage's F, B and U without
-    packing, bytes per second between ranks (none: no link), and whether the ranks' programs run at the same
-    time."""
+    packing, bytes per second between ranks (none: no link), and whether the ranks run at the same time."""
 
     costs: Mapping[Flow, Mapping[str, Cost]]
     work: Mapping[tuple[int, str], float]
@@ -98,9 +96,8 @@ def predict(messages: StepMessages, prices: Prices, choice: Choice) -> float:
 
 
 def choose(messages: StepMessages, prices: Prices, *, start: Choice) -> dict[Flow, str]:
-    """The choice whose predicted step is shortest, value by value from the largest on, from ``start``.
-
-    A value and its gradient are chosen together, since the gradient may reuse the bitmap of the value."""
+    """The choice whose predicted step is shortest, value by value from the largest on, from ``start``; with
+    its gradient, which may reuse the bitmap of the value."""
 
     def burden(choice: Choice) -> float:
         costs = [prices.cost(flow, choice) for flow in prices.costs]
@@ -156,11 +153,8 @@ class Setting(NamedTuple):
 def policy_named(
     codec: str, *, named: Named = NONE, extra: tuple[int, int] = (0, 0), world: World, deadline: float
 ) -> Policy:
-    """The policy for ``codec``, the name of one or "auto"; raises CodecError for others.
-
-    Args:    named: what has, or begins with, another.
-             extra: the fewest and the most micro-batches in flight beyond the schedule's own; 0 as the most
-             is no more than the fewest."""
+    """The policy for ``codec``, the name of one or "auto"; raises CodecError for others. Alone, nothing is on
+    its way while others compute: no more are in flight than the fewest; nor where the most is 0."""
     check_name(codec)
     if world.is_alone or not extra[1]:  # alone, nothing is on its way while others compute
         extra = extra[0], extra[0]
@@ -174,8 +168,7 @@ class Policy:
 
     Args:    named: what begins with another codec than ``START``, which is tried too, though it be lossy.
              codec: if not "auto", that of all which is not named: only what is in flight is looked for.
-             extra: the fewest and the most micro-batches in flight beyond the schedule's own.
-             deadline: seconds that a wait for another rank may take."""
+             extra: the fewest and the most micro-batches in flight beyond the schedule's own."""
 
     def __init__(
         self,

@@ -25,9 +25,8 @@ Weight = Callable[[Any], float] | Literal["summed"] | None
 
 
 class MicroBatch(NamedTuple):
-    """Inputs of a micro-batch from outside: the model's inputs, targets, its share of the batch.
-
-    It is number ``index`` of the batch of ``step``, which is number ``batch`` since the last drain."""
+    """Inputs of a micro-batch: the model's inputs, targets, its share of the batch. It is number ``index`` of
+    the batch of ``step``, which is number ``batch`` since the last drain."""
 
     inputs: tuple[torch.Tensor, ...]
     targets: Any
@@ -163,8 +162,7 @@ def _weight(weight: Callable[[Any], float], targets: Any) -> float:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The outputs of micro-batches as those of one batch: every tensor along dimension 0; None of none, and a
-    list by micro-batch where their sizes differ."""
+    """The outputs of micro-batches as those of one batch, a list where their sizes differ; None of none."""
     if not parts:
         return None
     whole, spec = [], tree_flatten(parts[0])[1]
@@ -195,10 +193,8 @@ def _moved(tensor: torch.Tensor, device: Device | None) -> torch.Tensor:
 
 
 class Criterion:
-    """The loss of a pipeline, and what is checked of it.
-
-    Args:
-        parameters: Those of the model, held weakly: no loss may read one except through the outputs."""
+    """The loss, and what is checked of it; ``parameters``, held weakly, it reads through the outputs
+    alone."""
 
     def __init__(
         self,
@@ -259,8 +255,7 @@ def tensors_of(outputs: Any) -> Iterator[torch.Tensor]:
 
 
 def tokens_of(batches: Iterable[MicroBatch]) -> int | None:
-    """Elements of the first input of int32 or int64 of shape (samples, length), of all micro-batches; None
-    where there is no such input."""
+    """Elements of the first input of int32 or int64 of shape (samples, length); None where there is none."""
     ids = [
         next((x for x in batch.inputs if x.dim() == 2 and x.dtype in (torch.int32, torch.int64)), None)
         for batch in batches

@@ -47,9 +47,7 @@ class _Passed(NamedTuple):
 
 
 class DeviceMeter(Meter):
-    """Counts as ``Meter`` does, by the clocks of ``devices``; how long a frame became is known at the end.
-
-    ``waits`` of the instruction that runs: between two marks the computing waited for a frame."""
+    """Counts as ``Meter`` does, by the clocks of ``devices``; how long a frame became is known at the end."""
 
     def __init__(self, rank: int, stages: Mapping[int, Stage], devices: Mapping[int, Device]) -> None:
         self.devices, self.several = devices, tuple(dict.fromkeys(devices.values()))
@@ -129,10 +127,8 @@ class _Lanes:
 
 
 class DeviceFrames(Frames):
-    """Does what ``Frames`` does for stages that compute on ``devices``, by stage.
-
-    None travels as on the host. ``flags`` say on the device whether a payload was at odds with
-    itself, by the message that brought it."""
+    """Does what ``Frames`` does for stages that compute on ``devices``; None travels as on the host.
+    ``flags`` say on the device whether a payload was at odds with itself, by the message that brought it."""
 
     meter: DeviceMeter
 

@@ -1,8 +1,7 @@
 """Placement of the stages of a process on devices, and the values of a model on the meta device.
 
-A rank computes on one device, or spreads its stages over several of one kind; the plan's device of a stage
-counts more than the device of the model. Values are read or made for the stages of this process alone, so no
-rank ever has the whole model."""
+The plan's device of a stage counts more than the device of the model. Values are read or made for the stages
+of this process alone, so no rank ever has the whole model."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ def _number(world: World) -> int:
 
 
 def stage_devices(plan: Plan, world: World, device: Device) -> dict[int, Device]:
-    """Return the device of each stage of this process, whose rank computes on ``device``; raises PlanError
-    where one is missing, or they are of several kinds."""
+    """Return the device of each stage of this process, whose rank computes on ``device``; raises
+    PlanError."""
     found: dict[int, Device] = {}
     for number, stage in enumerate(plan.stages):
         if not (world.is_alone or world.rank in stage.ranks):
@@ -77,9 +76,8 @@ def stage_devices(plan: Plan, world: World, device: Device) -> dict[int, Device]
 
 
 def check_devices(agreement: Agreement, plan: Plan, devices: Mapping[int, Device]) -> None:
-    """Refuse ranks of several kinds where the planner chose the cuts, and GPUs that are too small.
-
-    Collective. Rank 0 says by a warning where ranks share a GPU."""
+    """Refuse ranks of several kinds where the planner chose the cuts, and GPUs that are too small;
+    collective."""
     here: dict[torch.device, int] = {}
     for number, device in devices.items():
         if is_gpu(device.torch):

@@ -4,8 +4,7 @@
     1B3   Frames.receive       -> Stage.backward -> Frames.send_outputs
     1U    clip -> optimizer.step
 
-Forwards and backwards alternate, so that micro-batches stream in without pause. The parts are handed in: what
-counts, checks and moves is none of this module's business."""
+The parts are handed in: what counts, checks and moves is none of this module's business."""
 
 from __future__ import annotations
 

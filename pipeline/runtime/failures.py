@@ -1,8 +1,7 @@
 """Errors and Ctrl-C in a step.
 
-An error is told with its rank, stage and instruction. Ctrl-C takes effect between two instructions, where no
-lock or thread is half done, and never inside an update, but after it. A second one takes effect at once, and
-nothing goes on then."""
+Ctrl-C takes effect between two instructions, where no lock or thread is half done, and never inside an
+update, but after it. A second one takes effect at once, and nothing goes on then."""
 
 from __future__ import annotations
 
@@ -34,10 +33,9 @@ WORDS = {
 
 
 class Failures:
-    """Words the errors of a rank; ``first`` is the sentence of the first one since a step began.
-
-    Attributes: over: why only a state that is loaded goes on, "" while all goes on; closed: what happened to
-                the pipeline that it does nothing more, "" while it does."""
+    """Words the errors of a rank; ``first`` is the sentence of the first one since a step began, ``over`` why
+    only a state that is loaded goes on, ``closed`` what happened to a pipeline that does nothing more; else
+    ""."""
 
     def __init__(self, rank: int, stages: Mapping[int, Stage], transport: Transport) -> None:
         self.rank, self.stages, self.transport = rank, stages, transport
@@ -49,8 +47,8 @@ class Failures:
             raise StageError(f"a pipeline that {self.closed} does nothing more; make another one")
 
     def check(self) -> None:
-        """Refuse to go on where it was closed, where weights are of two steps, and after a failure that may
-        have left other ranks elsewhere in the program."""
+        """Refuse to go on once it is closed, its weights are of two steps, or ranks stopped in the middle of
+        a step."""
         self.check_open()
         if self.over:
             raise StageError(self.over)

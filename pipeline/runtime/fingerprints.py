@@ -1,8 +1,7 @@
 """Facts that all ranks must have alike: a name, a value that can be shown, and how to make it the same.
 
 Bits are facts as checksums: a CRC sees every change of up to 32 bits in a row, at the speed of memory. It is
-for mistakes, such as a seed that was not set; it does not stop an attacker.
-Functions cannot be compared; their names can."""
+for mistakes, and does not stop an attacker. Functions cannot be compared; their names can."""
 
 from __future__ import annotations
 
@@ -38,10 +37,9 @@ STATE = "load the same state on every rank"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """``what`` is ``value``; where ranks differ in it, ``remedy`` says what to do.
-
-    ``among``: the kind of device of this rank, where ranks on another kind may well differ in it, or what of
-    a batch it reads; "" for what all have alike."""
+    """``what`` is ``value``; where ranks differ in it, ``remedy`` says what to do. ``among``: the kind of
+    device of this rank, where others may well differ in it, or what of a batch it reads; "" for what all have
+    alike."""
 
     what: str
     value: str

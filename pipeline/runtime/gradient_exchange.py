@@ -74,9 +74,7 @@ class Slices:
     def sums(
         self, gathered: dict[torch.dtype, torch.Tensor] | None = None
     ) -> dict[torch.dtype, torch.Tensor]:
-        """The sums of all gradients; raises StageError where one changed after it went out.
-
-        Args:    gathered: buffers of them; None: of the parameters, as far as they have not gone out."""
+        """The sums of all gradients; ``gathered``: buffers of them, else as far as they have not gone out."""
         if gathered is not None:
             self.buffers = gathered
         for place in self.slice_of if gathered is None else ():
@@ -147,9 +145,8 @@ class Slices:
 
 
 class GradientExchange:
-    """Exchange of the gradients of some parameters of a stage: all of them, or one turn of a mirror.
-
-    Attributes: has: for each parameter 1 if this replica has a gradient of it, else 0."""
+    """Exchange of the gradients of some parameters of a stage: all of them, or one turn of a mirror. ``has``:
+    for each parameter 1 if this replica has a gradient of it, else 0."""
 
     def __init__(
         self,
@@ -184,10 +181,10 @@ class GradientExchange:
         return [(one, version_of(one) if isinstance(one, torch.Tensor) else 0) for one in self._waiting()]
 
     def keep(self, micro_batch: int, *, unless: Sequence[Mark] = ()) -> None:
-        """Take the gradients of a micro-batch, which has just gone backward, so that the next starts anew.
+        """Take the gradients of a micro-batch, so that the next starts anew; ``OWN``: of all that went
+        backward here.
 
-        Args:    micro_batch: half of a backward adds to what the other half left; ``OWN``: the sum over all
-                 that went backward here."""
+        Half of a backward adds to what the other half left."""
         gradients, before = self._take(unless), self.kept.get(micro_batch)
         self._note(gradients)
         if self.mirror is None:
@@ -200,10 +197,8 @@ class GradientExchange:
             self.kept[micro_batch] = gradients
 
     def sums(self, holders: Sequence[int] | None) -> dict[torch.dtype, torch.Tensor]:
-        """Sum up the gradients over all replicas.
-
-        Args:    holders: the place of the replica that kept the gradients of each micro-batch; None: every
-                 replica has the sum over its own."""
+        """Sum up the gradients over all replicas; ``holders``: the place of the replica that kept those of
+        each micro-batch, None: every replica has the sum over its own."""
         if holders is not None:
             return self._sums_at_owners(holders) if self.is_owned else self._sums_in_parts(holders)
         if self.kept:

@@ -53,7 +53,6 @@ class Guards:
         model: Its modules are held weakly.
         homes: For every parameter and buffer by name the stages that read it.
         written: Buffers and frozen parameters that a forward in train mode writes to.
-        here: The stages of this process.
         replicated: Whether replicas share the micro-batches, so that no process sees all losses.
         moves: Whether parameters are offloaded, so that their memory changes in a step."""
 
@@ -133,8 +132,8 @@ class Guards:
         return {path: fact for path, fact in found.items() if issubclass(fact[0], _NUMBERS)}
 
     def refusal(self, door: str, stage: int, name: str, tensor: Tensor, *, writes: bool) -> str:
-        """Say why ``door`` of ``stage`` must not read or write what is ``name``; "" where the plain loop has
-        the same there."""
+        """The reason why ``door`` of ``stage`` must not read or write ``name``; "" where the plain loop has
+        the same."""
         homes, parameter = self.homes[name], isinstance(tensor, nn.Parameter) and name not in self.written
         ours = set(homes) == {stage}
         if writes and not (door == "an update" and ours):

@@ -1,9 +1,7 @@
 """Numbers of micro-batches for each replica of a stage, in proportion to its measured speed.
 
-The parts of a whole by largest remainder are whole numbers, and each differs from its due by less than one.
-They are taken up only where the slowest replica gains by it: seconds vary, and shares that follow each of
+Shares are taken up only where the slowest replica gains by it: seconds vary, and shares that follow each of
 their turns would make ever other sums, and plans of steps, for nothing.
-
 Source: Hamilton's method (Balinski and Young, Fair Representation, 1982, appendix A)."""
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ def by_speed(seconds: Sequence[float], number: int) -> tuple[int, ...]:
 
 
 def better(counts: Sequence[int], seconds: Sequence[float]) -> tuple[int, ...] | None:
-    """The shares by speed, if with them the slowest replica is done at least 5 % sooner than with ``counts``;
-    else None."""
+    """The shares by speed, if they make the slowest replica at least 5 % faster than ``counts``; else
+    None."""
     found = by_speed(seconds, sum(counts))
     now, then = (max(n * one for n, one in zip(some, seconds, strict=True)) for some in (counts, found))
     return found if then <= (1 - LEAST_GAIN) * now else None
@@ -56,11 +54,8 @@ NONE: Seconds = {}
 
 
 class LoadBalancer:
-    """The shares of a plan from step to step: those of the plan, or by measured speed.
-
-    Attributes:
-        follows: True if shares may change between steps.
-        seconds: By rank its smoothed seconds for a micro-batch, as far as the next shares depend on them."""
+    """The shares of a plan from step to step; where it ``follows``, they may change. ``seconds``: by rank its
+    smoothed seconds for a micro-batch, as far as the next shares depend on them."""
 
     def __init__(self, *, follows: bool) -> None:
         self.follows, self.first = follows, True
@@ -74,9 +69,8 @@ class LoadBalancer:
         return _with_shares(plan, kept)
 
     def after(self, plan: Plan, *, number: int, seconds: Sequence[float]) -> Plan:
-        """``plan`` after a step of ``number`` micro-batches, in which ranks computed for so many seconds.
-
-        The first step does not count: it is slow for other reasons."""
+        """``plan`` after a step of ``number`` micro-batches; the first is slow for other reasons and does not
+        count."""
         if self.first or not self.follows:
             self.first = False
             return plan

@@ -1,7 +1,6 @@
 """Meters of a step: seconds, waits and bytes of every instruction, and the memory of stages.
 
-The loop that runs the instructions calls the meter at the end of each of them. Of memory, what the system
-says and what can be counted are reported next to each other: their difference is what nobody planned for."""
+Of memory, what the system says and what can be counted are reported next to each other."""
 
 from __future__ import annotations
 
@@ -32,11 +31,9 @@ from .step_planner import Step
 
 
 class Meter:
-    """Counts for the stages of a rank.
-
-    ``waited`` and ``packing`` are the seconds without a frame, and those of packing and unpacking, of the
-    instruction that runs, by the clock ``now``. ``spans`` and ``reports`` are of the last ``step``;
-    ``totals`` has for every flow the bytes that it sent in training so far, unpacked and packed."""
+    """Counts for the stages of a rank: of the instruction that runs the seconds without a frame (``waited``)
+    and of ``packing``, of the last ``step`` the ``spans`` and ``reports``, of the training so far the bytes
+    of every flow, unpacked and packed (``totals``)."""
 
     now: Callable[[], Any] = staticmethod(time.perf_counter)
 
@@ -139,8 +136,6 @@ class Usage:
 
     Args:
         parameters: Those of every stage; optimizers: theirs, where a stage has one.
-        resident: The memory of the process; devices: where the stages compute.
-        mirrors: Of the parameters, where a stage has one.
         tiers: Those of the process; pool: of frames on their way."""
 
     def __init__(
@@ -172,9 +167,8 @@ class Usage:
     def fill(
         self, reports: Mapping[int, StageReport], spans: Iterable[Span], *, rank: int
     ) -> Mapping[int, StageReport]:
-        """Complete the reports of a step of this process by what its stages held.
-
-        A micro-batch holds what its forward was measured to save, less what a store spared of it."""
+        """Complete the reports of a step by what the stages held: a micro-batch what its forward was measured
+        to save, less what a store spared of it."""
         most, live = dict(self.live), self.live
         forwards = dict.fromkeys(live, 0)
         for _, stage, op, *_ in spans:
@@ -210,8 +204,7 @@ class Usage:
         return reports
 
     def _stays(self, stage: int) -> int:
-        """The ``state_bytes`` of what a stage does not move, counted anew where a parameter was frozen or
-        got its state."""
+        """The ``state_bytes`` of what a stage does not move, counted anew where they changed."""
         parameters, optimizer = self.parameters[stage], self.optimizers.get(stage)
         asked = len(optimizer.state) if optimizer else 0, [p.requires_grad for p in parameters]
         if stage not in self.held or self.held[stage][0] != asked:

@@ -1,6 +1,4 @@
-"""Owners of parameters: the stage and rank of each, and the stages that run in this process.
-
-All ranks know all of it without asking, as each has the whole plan and, until now, the whole model."""
+"""Owners of parameters, which all ranks know without asking, and the stages that run in this process."""
 
 from __future__ import annotations
 
@@ -135,10 +133,7 @@ def make_stages(
     guard: Guard | None,
     stores: StoreOptions,
 ) -> dict[int, Stage]:
-    """Return the stages of this process, each with its layers, its store and its versions of the weights.
-
-    Args:    memory: the thread that moves what their forwards save.
-             stores: what all stores of this process are opened with."""
+    """Return the stages of this process, each with its layers, its store and its versions of the weights."""
     mirrors = {
         index: mirror_of(index, own, model=model, plan=plan, steps=steps, stores=stores, memory=memory)
         for index in own.here

@@ -1,9 +1,7 @@
 """Replicas of stages: one exact sum of the gradients, so that all of them update alike.
-
-Every micro-batch counts with its share of the whole batch, which its loss was multiplied by, so the gradient
-of the batch is a plain sum over the replicas: nothing is averaged, and a replica may have had nothing to do.
-Where the sum is exact, each replica keeps its gradients micro-batch by micro-batch, and one of them adds each
-part of the buffer in ascending order, as the plain loop does: the same bits."""
+ Every micro-batch counts with its share of the whole batch, which its loss was multiplied by, so the gradient
+of the batch is a plain sum over the replicas: nothing is averaged, and a replica may have had nothing to
+do."""
 
 from __future__ import annotations
 
@@ -94,12 +92,8 @@ EVERY = 100  # updates from one at which replicas are compared to the next
 
 
 class Replicas:
-    """Work of the stages of this process together with their replicas on other ranks, if there are any.
-
-    Args:
-        own: The parameters of each stage of this process, and their updaters.
-        stages: The stages of this process.
-        held: All tensors of each of these stages by name, which are the same on every replica."""
+    """Work of the stages of this process together with their replicas on other ranks, if there are any;
+    ``held``: all tensors of each stage by name, which are the same on every replica."""
 
     def __init__(
         self,
@@ -225,8 +219,8 @@ class Replicas:
         return {i: torch.tensor(loss, dtype=DTYPES[int(kind) - 1]) for i, (kind, loss) in enumerate(found)}
 
     def updated(self, stage: int) -> None:
-        """Give each other what some updated for all; compare what the replicas of ``stage`` hold, at the
-        first update and every hundredth; raises Disagreement."""
+        """Give each other what some updated for all; compare what replicas of ``stage`` hold, every hundredth
+        time."""
         if stage not in self.groups:
             return
         if self.plan.sharded:

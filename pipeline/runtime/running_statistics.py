@@ -2,8 +2,7 @@
 
 In training a batch norm reads nothing of its running statistics. So each forward writes into zeros, with a
 factor of 1, and leaves there the mean and the variance of its micro-batch. At the update all replicas get
-those of all micro-batches, and each adds them to the buffers in ascending order, as one process would.
-``add`` rounds as torch's kernels for the CPU do; where no rule is known, exact replicas refuse."""
+those of all micro-batches, and each adds them to the buffers in ascending order, as one process would."""
 
 from __future__ import annotations
 
@@ -63,9 +62,8 @@ def batch_norms(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def norms_of(stage: Stage) -> tuple[dict[str, Any], set[str]]:
-    """The batch norms that the layers of a stage run, by name, and the names of those in a larger layer.
-
-    A compiled layer does not count: it would be compiled together with ``Unread``."""
+    """The batch norms that the layers of a stage run, by name, and the names of those in a larger layer; but
+    for a compiled one, which would be compiled together with ``Unread``."""
     norms, inside = dict[str, Any](), set[str]()
     for path, top in stage.parts["train"].modules.items():
         of_layer = batch_norms({f"{path}.{name}".rstrip("."): one for name, one in top.named_modules()})
@@ -76,11 +74,9 @@ def norms_of(stage: Stage) -> tuple[dict[str, Any], set[str]]:
 
 
 class RunningStatistics:
-    """Those of the batch norms of one stage, by the names of the modules in the model.
-
-    Args:
-        inside: Norms that are part of a larger layer, in which somebody else may read the buffers.
-        exact: Refuse a norm whose kernel rounds by an unknown rule."""
+    """Those of the batch norms of one stage by name; ``inside``: norms that are part of a larger layer, in
+    which somebody else may read the buffers; ``exact``: refuse a norm whose kernel rounds by an unknown
+    rule."""
 
     def __init__(
         self, norms: Mapping[str, Any], inside: Collection[str] = (), *, exact: bool = False

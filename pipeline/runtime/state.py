@@ -120,9 +120,8 @@ class State:
     def checked(
         self, update: Update, state: object, plan: Plan, *, keys: Collection[str] | None = None
     ) -> Mapping[str, Any]:
-        """The parts of a state that ``gather`` returned on rank 0; raises PlanError for whatever is wrong.
-
-        Args:    keys: of the whole model, where the state has only what is ``wanted`` here."""
+        """The parts of a state that ``gather`` returned on rank 0; raises PlanError. With ``keys``, those of
+        the whole model, the state has only what is ``wanted`` here."""
         try:
             parts = check_parts(state)
             check_versions_of(parts, plan)
@@ -139,8 +138,7 @@ class State:
     def load(self, update: Update, parts: Mapping[str, Any], *, names: Collection[str] | None = None) -> int:
         """Copy ``checked`` parts, the same on all ranks, into this process's tensors; returns the steps done.
 
-        Args:   names: of all parameters of the optimizers, where the parts have only what is ``wanted`` here.
-        Raises: PlanError, on every rank: they have something of other parameters than all ranks together."""
+        With ``names``, those of all optimizers, the parts have only what is ``wanted`` here."""
         ours = self.world.all_gather_json([update.names[id(p)] for p in update.tensors()])
         theirs = parts["optimizer"] if names is None else names
         check_names("optimizer", theirs, {name for some in ours for name in some})
@@ -153,8 +151,8 @@ class State:
         return int(parts["step"])
 
     def _copy(self, model: Mapping[str, torch.Tensor], *, has: Has) -> None:
-        """Copy into those of this process's tensors that it ``has``; a state that holds some of these is read
-        before they are written."""
+        """Copy into those tensors that it ``has``; a state that holds some of them is read before they are
+        written."""
         live = {tensor.untyped_storage().data_ptr() for tensor in self.held.values()}
         sources = {key: model[key].detach() for key, t in self.held.items() if key in model and has(id(t))}
         for key, tensor in sources.items():

@@ -25,10 +25,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule_named(name: str, program: Sequence[str] = ()) -> Schedule:
-    """The schedule of that name; ``program`` holds the lines of a custom one.
-
-    Raises:  ScheduleError: the name is unknown (the known ones are listed), or lines with another schedule.
-    """
+    """The schedule of that name; ``program`` holds the lines of a custom one; raises ScheduleError."""
     if name not in SCHEDULES:
         raise ScheduleError(f"schedule={name} is not known; the known ones are {', '.join(SCHEDULES)}")
     if not program:

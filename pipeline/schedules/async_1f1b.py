@@ -1,11 +1,8 @@
 """Asynchronous 1F1B: every micro-batch is an update of its own, and nothing is ever flushed.
 
 Once the pipeline is full no rank waits; the price is that a gradient meets weights that have moved on, unless
-their versions are kept (stages/weight_versions/policies.py). The order is that of a clock, so it goes on over
-ends of batches.
-
-Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2.
-"""
+their versions are kept (stages/weight_versions/policies.py).
+Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2."""
 
 from __future__ import annotations
 
@@ -30,11 +27,8 @@ def async_1f1b(
 def stream(
     stages: Iterable[int], *, num_stages: int, fed: int, start: int = 0, stop: int | None = None
 ) -> list[Instruction]:
-    """F and B of these stages with the first ``fed`` micro-batches, by time, from ``start`` up to ``stop``.
-
-    Slices that meet make the whole; ``stop=None`` is the drain. At equal times B comes before F. The work is
-    that of the slice, however long the stream has been.
-    """
+    """F and B of these stages with the first ``fed`` micro-batches, by time, from ``start`` up to ``stop``
+    (None: the drain); B first at equal times. The work is that of the slice, however long the stream."""
     return [instruction for _, instruction in _timed(stages, num_stages, fed, start, stop)]
 
 
@@ -81,9 +75,7 @@ class StreamState:
 def between(
     stages: Iterable[int], fed: StreamState, *, start: int = 0, stop: int | None = None
 ) -> list[Instruction]:
-    """Instructions of a rank with these stages from time ``start`` on and before ``stop``; None: to the
-    end.
-    """
+    """Instructions of a rank with these stages from time ``start`` on and before ``stop``."""
     # 3 stages, 3 micro-batches, an update each:
     #   time      0  1  2  3  4  5   6  7   8  9   10
     #   stage 0   F0    F1    F2 B0U    B1U    B2U

@@ -24,10 +24,7 @@ def layout(schedule: str) -> str:
 
 
 def placement(schedule: str, *, stages: int, ranks: int) -> tuple[int, ...]:
-    """The rank of each stage; neighbours are dealt evenly here, the planner may end its ranks elsewhere.
-
-    Raises:  PlanError: the schedule cannot place so many stages on so many ranks, or is placed by its lines.
-    """
+    """The rank of each stage, raises PlanError; the planner may end ranks of neighbours elsewhere."""
     kind = layout(schedule)
     if not 1 <= ranks <= stages:
         raise PlanError(f"every rank runs a stage, found ranks={ranks} for stages={stages}; lower ranks")
@@ -89,9 +86,7 @@ def backward(stages: Sequence[int], micro_batch: int, op: Op = Op.B) -> list[Ins
 class Ascending:
     """The program of a rank, written as ``take(stage, "FIW")``: each op with the stage's next micro-batch.
 
-    A rule made for many micro-batches holds for fewer: those beyond the last are left out, and nothing that
-    stays depends on them. Where no other rank waits for I, I and W that meet are one B: it costs less.
-    """
+    Those beyond the last are left out. Where no other rank waits for I, I and W that meet are one B."""
 
     def __init__(self, stages: Sequence[int], num_micro_batches: int) -> None:
         self.program: list[Instruction] = []
@@ -130,8 +125,7 @@ def check(
 
 
 def check_counts(num_micro_batches: int, extra_in_flight: int, *, fixed: str = "") -> None:
-    """Refuse a step without micro-batches, a negative extra, and any where the order of ``fixed``, a
-    schedule, has no room for it; raises ScheduleError."""
+    """Refuse counts that no schedule runs, and any extra where ``fixed`` names one whose order is fixed."""
     if num_micro_batches < 1:
         raise ScheduleError(
             f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}; use 1 or more"
@@ -151,8 +145,8 @@ def check_counts(num_micro_batches: int, extra_in_flight: int, *, fixed: str = "
 def check_layout(
     schedule: str, stages_of_rank: Sequence[Sequence[int]], num_micro_batches: int, extra_in_flight: int
 ) -> None:
-    """Refuse stages that do not lie as the schedule needs them (loop, vee), and what ``check_counts`` does;
-    raises ScheduleError."""
+    """Refuse stages that do not lie as the schedule needs them (loop, vee), and what ``check_counts``
+    does."""
     check_counts(num_micro_batches, extra_in_flight, fixed=schedule)
     try:
         rank_of = placement(schedule, stages=sum(map(len, stages_of_rank)), ranks=len(stages_of_rank))

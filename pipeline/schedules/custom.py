@@ -26,8 +26,7 @@ def parse_programs(text: str) -> list[list[Instruction]]:
 
 
 def parse_csv(text: str) -> list[list[Instruction]]:
-    """Read a CSV, ours or torch's: empty cells and actions of communication are skipped, groups taken apart;
-    raises ScheduleError for other cells."""
+    """Read a CSV, ours or torch's; empty cells and communication are skipped, groups taken apart."""
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
     except csv.Error as error:
@@ -71,8 +70,7 @@ def custom(
     extra_in_flight: int = 0,
     program: Sequence[str] = (),
 ) -> list[list[Instruction]]:
-    """The programs in the lines of ``program``; a step of fewer micro-batches leaves out the others;
-    raises ScheduleError for lines that do not suit the plan."""
+    """The programs in the lines of ``program``; a step of fewer micro-batches leaves out the others."""
     # "0F0 0F1 0B0 0B1"          rank 0   F0 F1 .. B0 .. B1
     # "1F0 1B0 1F1 1B1"          rank 1   .. F0 B0 F1 B1 ..
     check_counts(num_micro_batches, extra_in_flight, fixed="custom")

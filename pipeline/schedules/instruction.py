@@ -13,9 +13,7 @@ from ...compression.errors import ScheduleError
 class Op(enum.Enum):
     """Kind of an instruction: forward, backward, its two halves (for the inputs, for the weights), update.
 
-    B = I, then W, with the same bits; a schedule may put other work between the halves.
-    Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.
-    """
+    B = I, then W, with the same bits. Source: Qi et al., Zero Bubble, ICLR 2024, section 2."""
 
     F = "F"
     B = "B"

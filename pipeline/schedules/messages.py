@@ -23,14 +23,12 @@ _NO_FLOW = Flow("", "F", 0, 0)
 class Message:
     """One frame on its way: a value of a micro-batch downstream (F), or its gradient upstream (B).
 
-    It is one object for its sender and its receiver, and known by its identity.
-
-    ``value`` is the number of the value in its probe, ``name`` its name. ``masked``: zeros of the value, as
-    it goes down, stop its gradient, which needs the values' bitmap only. ``promise`` is what its frame will
-    bring: shape, dtype, strides, codecs; ``raw_bytes`` the size of the tensor, ``frame_bytes`` of the longest
-    frame. ``source`` and ``target`` are stages, ``ranks`` those that run them. ``forwarded``: the message in
-    whose frame the value came, if it is sent on as it is. ``answers``: of a gradient, the message that
-    brought the value down."""
+    It is one object for its sender and its receiver, and known by its identity. ``value`` is the number of
+    the value in its probe. ``masked``: zeros of the value, as it goes down, stop its gradient, which needs
+    the values' bitmap only. ``promise`` is what its frame will bring; ``raw_bytes`` the size of the tensor,
+    ``frame_bytes`` of the longest frame. ``source`` and ``target`` are stages, ``ranks`` those that run them.
+    ``forwarded``: the message in whose frame the value came, if it is sent on as it is. ``answers``: of a
+    gradient, the message that brought the value down."""
 
     op: Op
     micro_batch: int
@@ -95,11 +93,8 @@ def micro_batch_messages(
     codecs: frozenset[str],
     tied: bool = True,
 ) -> MicroBatchMessages:
-    """Make the messages of micro-batch ``index``, those to the nearest stage first.
-
-    Args:    rank_of: who runs a stage for a micro-batch.
-             codecs: those that its frames may be packed with.
-             tied: whether tied parameters go down with it; their gradients come back from each."""
+    """Make the messages of micro-batch ``index``, those to the nearest stage first; ``tied``: tied parameters
+    go down with it. Their gradients come back from each."""
     made: dict[tuple[int, int], Message] = {}  # by value and target
     gradients: list[Message] = []
     record = routes[0].record
@@ -150,11 +145,8 @@ def step_messages(
     continues: bool = False,
     pending_in: frozenset[Message] = frozenset(),
 ) -> StepMessages:
-    """Attach to every instruction the messages it waits for and those it sends.
-
-    Args:    messages: those of every micro-batch.
-             window: counts instructions, as ``verify`` does; several messages of one each get a receive of
-             their own."""
+    """Attach to every instruction the messages it waits for and those it sends; ``window`` counts
+    instructions, as ``verify`` does: several messages of one each get a receive."""
     receives: dict[Instruction, tuple[Message, ...]] = {}
     sends: dict[Instruction, tuple[Message, ...]] = {}
     channels: dict[tuple[int, int], list[Message]] = {}

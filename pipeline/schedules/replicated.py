@@ -54,9 +54,7 @@ def dealt(replicas: Sequence[int]) -> list[range]:
 
 
 def without(plan: Plan, rank: int | None) -> Plan | None:
-    """``plan`` without the replica that is ``rank``; None where its stage has no other.
-
-    Stages stay as they are cut, ranks close up, and the shares of the other replicas are as they were."""
+    """``plan`` without the replica that is ``rank``, else as it was; None where its stage has no other."""
     if rank not in plan.ranks or (rank,) in (stage.ranks for stage in plan.stages):
         return None
     stages = []

@@ -37,13 +37,9 @@ class Simulation:
 
 
 def simulate(traffic: StepMessages, *, work: Work, transfer: Transfer) -> Simulation:
-    """Simulate a step.
-
-    Args:    work: seconds of an instruction on its rank, packing and unpacking included.
-             transfer: seconds that a message occupies its link; a link carries one message at a time in each
-             direction, in the order of sending. Between stages of one rank there is no link.
-    Raises:  ScheduleError: the programs wait for each other.
-    """
+    """Simulate a step: seconds of ``work`` are those of an instruction with its packing, of ``transfer``
+    those in which a message occupies its link, which carries one at a time in each direction, in the order of
+    sending. Raises ScheduleError where the programs wait for each other."""
     spans = [
         Span(rank, i.stage, i.op.value, i.micro_batch, free, start - free, end)
         for rank, i, free, start, end in sorted(_run(traffic, work, transfer), key=itemgetter(0))
@@ -58,9 +54,7 @@ def step_seconds(traffic: StepMessages, *, work: Work, transfer: Transfer) -> fl
 
 def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
     """Simulate what a plan predicts: tensors pass its link as they are, updates take no time but the exchange
-    of gradients that replicas begin with.
-
-    I and W take half of a backward each: a plan knows only the whole."""
+    of gradients that replicas begin with. I and W take half of a backward each."""
 
     def seconds(instruction: Instruction) -> float:
         stage, op = plan.stages[instruction.stage], instruction.op
@@ -80,10 +74,9 @@ def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
 
 
 def exchange_seconds(plan: Plan, stage: int) -> float:
-    """Seconds in which replicas of a stage sum up their gradients, behind the last of their backwards.
+    """Seconds in which replicas of a stage sum up their gradients, which are copied to a buffer and back.
 
-    Gradients are copied to a buffer and back. A sum passes each rank's link as a ring does it; an exact one
-    has each micro-batch cut to pieces by who had it, one after the other, and the sums gathered."""
+    A sum passes each rank's link as a ring does it; an exact one micro-batch by micro-batch."""
     replicas, size = plan.replicas[stage], _FLOAT * plan.stages[stage].num_parameters
     if replicas == 1:
         return 0.0

@@ -108,19 +108,15 @@ def verify(
 ) -> list[Instruction]:
     """Check the programs of all ranks and return one legal global order, which one process can run.
 
-    A program cannot name a version of the weights, so none can read one that is gone: what a micro-batch sees
-    follows from the updates before its F, and a stage keeps that version until the micro-batch's B or W.
+    Each stage and micro-batch has F, and B or I and W. A program cannot name a version of the weights, so
+    none can read one that is gone.
 
     Args:
-        programs: one list of instructions per rank; a stage and micro-batch has F, and B or I and W.
-        num_micro_batches: micro-batches of a step.
         edges: (source stage, target stage) pairs over which values go forward and their gradients come back.
         window: receives a rank has posted ahead on each channel.
         asynchronous: a stage updates right after each of its backwards; otherwise U may end its step.
-        rank_of: who runs a stage for a micro-batch, where stages have replicas; None: one rank runs a stage.
-    Raises:
-        ScheduleError: an instruction is missing, doubled or misplaced, or the programs wait for each other.
-    """
+        rank_of: who runs a stage for a micro-batch, where stages have replicas; None: one rank runs a
+            stage."""
     # 1. Each stage runs somewhere, each instruction once, on the rank that its micro-batch is dealt to.
     if wrong := next((edge for edge in edges if not 0 <= edge[0] < edge[1]), None):
         source, target = wrong
