@@ -23,43 +23,12 @@ from ..stages.files import open_regular, reason, refusing, save_json, sync
 from ..stages.memory.evictable_tensor import EvictableTensor
 from ..stages.safetensors_io import Receipt, TensorFile, checksum, write_tensors
 from .data.options import check_count
-from .optimizer.update import Update
 from .pipeline import Pipeline
-from .runtime.state import State, chosen, put_together
+from .runtime.state import chosen, put_together
 
 INDEX = "index.json"
 _MOST_INDEX_BYTES = 64 << 20
 FORMAT = 1
-
-
-class Copy:
-    """This rank's part of a state as it is now: training may go on while another thread writes it.
-
-    Attributes: streams: nothing was copied, since not all is to be resident at once: it is written tensor by
-                tensor from where it is, and training waits for that."""
-
-    def __init__(self, state: State, update: Update) -> None:
-        self._notes, tensors = state.part(update, hidden=True)
-        self.streams, self._away = bool(update.mirrors), dict[str, EvictableTensor]()
-        if self.streams:
-            away = update.offloaded()
-            self._away = {name: away[id(tensor)] for name, tensor in tensors.items() if id(tensor) in away}
-            self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-            self.tensors |= {name: memory.like for name, memory in self._away.items()}
-        else:
-            self.tensors = {
-                name: tensor.detach().cpu() if is_gpu(tensor.device) else tensor.detach().clone()
-                for name, tensor in tensors.items()
-            }
-
-    def write(self, path: Path) -> dict[str, Any]:
-        """Write the part; return what the index says of it; raises ConfigError."""
-
-        def read(name: str) -> torch.Tensor:
-            return self._away[name].get() if name in self._away else self.tensors[name]
-
-        receipt = write_tensors(path, self.tensors, notes=self._notes, read=read)
-        return {"file": path.name, "bytes": receipt.num_bytes, "header": receipt.header}
 
 
 class OnDemand(Mapping[str, Any]):
@@ -263,13 +232,24 @@ class Saving:
             "made_by": {"penstock": __version__, "torch": str(torch.__version__)},
             "threads": torch.get_num_threads(),
         }
+        # A copy of this rank's part: training may go on while another thread writes it. But where not all is
+        # to be resident at once it is written now, tensor by tensor from where it is.
+        streams, self._away = bool(pipe.update.mirrors), dict[str, EvictableTensor]()
         with pipe.agreement.all_or_none("saving a checkpoint"):
-            self._copy = Copy(pipe.state, pipe.update)
+            self._notes, tensors = pipe.state.part(pipe.update, hidden=True)
+            self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+            if streams:
+                away = pipe.update.offloaded()
+                self._away = {name: away[id(t)] for name, t in tensors.items() if id(t) in away}
+                self._tensors |= {name: memory.like for name, memory in self._away.items()}
+            else:
+                for name, tensor in self._tensors.items():
+                    self._tensors[name] = tensor.cpu() if is_gpu(tensor.device) else tensor.clone()
             with refusing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         token = pipe.world.all_gather_json(secrets.token_hex(4))[0]
         self._path = folder / f"rank_{pipe.rank}_{token}.safetensors"  # beside one that stands there already
-        if self._copy.streams:
+        if streams:
             self.write()
 
     def write(self) -> None:
@@ -279,11 +259,15 @@ class Saving:
         if self.ended:
             return
         try:
-            self._receipts = [self._copy.write(self._path)]
+            receipt = write_tensors(self._path, self._tensors, notes=self._notes, read=self._read)
+            part = {"file": self._path.name, "bytes": receipt.num_bytes, "header": receipt.header}
+            self._receipts = [part]
         except Exception as error:
             self._error = error
-        del self._copy
-        self.ended = True
+        self._tensors, self._away, self.ended = {}, {}, True
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._away[name].get() if name in self._away else self._tensors[name]
 
     def agree(self) -> None:
         """Tell each other of the parts; behind everybody's ``write``; raises what went wrong in one."""

@@ -278,12 +278,11 @@ class Pipeline:
         self.feed.rehearse([graph.example_inputs] * self.plan.micro_batches)
         arguments.check_codecs(self.plan, *self.steps.routed("train", [graph.example_inputs]))
         own = ownership(model, self.plan, graph, self.steps, self.world)
-        last = self.plan.num_stages - 1
         if self.values:
-            parts = {"own": own, "steps": self.steps, "graph": graph, "devices": self.devices, "last": last}
+            parts = {"own": own, "steps": self.steps, "graph": graph, "devices": self.devices}
             give_values(model, self.values, **parts)
             own = ownership(model, self.plan, graph, self.steps, self.world)
-        spread(model, own, self.steps, self.devices, last=last)
+        spread(model, own, self.steps, self.devices)
         limit = self.plan.memory
         if limit is not None and self.world.is_alone:  # this process is all ranks
             limit *= self.plan.num_ranks
@@ -291,30 +290,19 @@ class Pipeline:
         self.memory = MemoryThread(memory, num_layers=Counter(own.layers), tiers=tiers)
         self.disk = disk_of(own, self.plan, options.disk, tiers)
         self.stages = make_stages(
-            own,
-            model=model,
-            plan=self.plan,
-            steps=self.steps,
-            autocast=autocast,
-            devices=self.devices,
-            memory=self.memory,
-            guard=self.nan_check,
-            stores=StoreOptions(disk=self.disk, tiers=tiers),
-        )
+            own, model=model, plan=self.plan, steps=self.steps, autocast=autocast, devices=self.devices,
+            memory=self.memory, guard=self.nan_check, stores=StoreOptions(disk=self.disk, tiers=tiers),
+        )  # fmt: skip
         self.reads_inputs = 0 in self.stages  # of a batch; else they may be on the meta device
-        self.reads_targets = last in self.stages or callable(self.weight)
+        self.reads_targets = self.plan.num_stages - 1 in self.stages or callable(self.weight)
         self.state = State(model, graph, world=self.world, stages=self.stages, own=own)
         homes = {name: {stage} for name, stage in own.stage_of.items()}
         homes |= {name: self.state.readers.get(id(buffer), {0}) for name, buffer in model.named_buffers()}
-        shared = max(self.plan.replicas) > 1 and not self.world.is_alone
         self.guards = Guards(
-            model,
-            homes=homes,
-            written=graph.written,
-            here=[*self.stages],
-            replicated=shared,
+            model, homes=homes, written=graph.written, here=[*self.stages],
+            replicated=max(self.plan.replicas) > 1 and not self.world.is_alone,
             moves=any(stage.mirror is not None for stage in self.stages.values()),
-        )
+        )  # fmt: skip
         return own
 
     def _make_optimizers(self, model: nn.Module, own: Ownership, options: Options) -> None:
@@ -323,22 +311,14 @@ class Pipeline:
         self.replicas = Replicas(plan, self.world, own=own, stages=self.stages, held=held)
         self.mirrors = {s: stage.mirror for s, stage in self.stages.items() if stage.mirror is not None}
         self.update = Update(
-            world=self.world,
-            parameters=own.here,
-            owner={name: own.ranks[name] for name, _ in every},
-            weights={s: stage.weights for s, stage in self.stages.items()},
+            world=self.world, parameters=own.here, owner={name: own.ranks[name] for name, _ in every},
+            weights={s: stage.weights for s, stage in self.stages.items()}, every=every,
             optimizer=arguments.optimizer_of(options.optimizer),
             scheduler=arguments.scheduler_of(options.scheduler) if options.scheduler else None,
-            every=every,
-            clip=options.clip,
-            scope=options.clip_scope,
-            scaler=options.scaler,
-            together=plan.schedule != STREAM,
-            guard=self.nan_check,
-            exchange=self.replicas.exchange,
-            divided=plan.sharded,
+            clip=options.clip, scope=options.clip_scope, scaler=options.scaler, guard=self.nan_check,
+            together=plan.schedule != STREAM, exchange=self.replicas.exchange, divided=plan.sharded,
             mirrors=self.mirrors,
-        )
+        )  # fmt: skip
         arguments.check_momentum(model, self.update.optimizers.values())
         if (shared := self.update.scheduler) is not None:
             self.agreement.agree("its scheduler", lambda: fingerprints.of_scheduler(shared.made))
@@ -349,13 +329,9 @@ class Pipeline:
     ) -> None:
         """5. Make the engine, and the counters of its memory."""
         plan, device, deadline = self.plan, self.world.device, options.deadline
-        self.policy = policy_named(
-            plan.codec,
-            named=plan.named_codecs,
-            extra=(plan.extra_in_flight, plan.most_extra_in_flight),
-            world=self.world,
-            deadline=deadline,
-        )
+        extra = plan.extra_in_flight, plan.most_extra_in_flight
+        settings = {"named": plan.named_codecs, "world": self.world, "deadline": deadline}
+        self.policy = policy_named(plan.codec, extra=extra, **settings)
         gpus = self.agreement.exchange("its GPU", identity_of(device))
         transport = transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=Arena())
         self.meter, frames = frames_of(
@@ -365,20 +341,11 @@ class Pipeline:
         self.interrupts = Interrupts(self.failures)
         parameters = WeakTensorKeyDictionary({parameter: None for parameter in model.parameters()})
         self.engine = Engine(
-            stages=self.stages,
-            frames=frames,
-            meter=self.meter,
-            failures=self.failures,
-            interrupts=self.interrupts,
-            policy=self.policy,
-            criterion=Criterion(options.loss, autocast=options.autocast, parameters=parameters),
-            update=self.update,
-            seed=options.seed,
-            memory=self.memory,
-            replicas=self.replicas,
-            guards=self.guards,
-            model_guards=self.steps.model_guards(model),
-        )
+            stages=self.stages, frames=frames, meter=self.meter, failures=self.failures,
+            interrupts=self.interrupts, policy=self.policy, update=self.update, seed=options.seed,
+            criterion=Criterion(options.loss, options.autocast, parameters), memory=self.memory,
+            replicas=self.replicas, guards=self.guards, model_guards=self.steps.model_guards(model),
+        )  # fmt: skip
         self.same = SameBatches(self.agreement, self.failures.describe)
         resident.begin()
         for mirror in self.mirrors.values():
@@ -650,13 +617,9 @@ class Pipeline:
         shares = {index: step.micro_batches[index].share for index in losses}
         mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
         told = gather_reports(self.world, mine, reports, ranks=self.ranks_of_stages, asked=self.asked)
+        norm = None if self.update.norm is None else float(self.update.norm)
         return Report(
-            step=self.num_steps,
-            seconds=time.perf_counter() - began,
-            num_samples=num_samples,
-            num_tokens=num_tokens,
-            outputs=joined(list(engine.outputs.values())),
-            learning_rate=rate,
-            gradient_norm=None if self.update.norm is None else float(self.update.norm),
-            **told,
-        )
+            step=self.num_steps, seconds=time.perf_counter() - began, num_samples=num_samples,
+            num_tokens=num_tokens, outputs=joined(list(engine.outputs.values())), learning_rate=rate,
+            gradient_norm=norm, **told,
+        )  # fmt: skip

@@ -50,24 +50,12 @@ class Update:
              mirrors: those of the stages that have one."""
 
     def __init__(
-        self,
-        *,
-        world: World,
-        parameters: Mapping[int, Named],
-        owner: Mapping[str, int],
-        weights: Mapping[int, WeightVersions],
-        optimizer: Make,
-        scheduler: MakeScheduler | None,
-        every: Named,
-        clip: float | None,
-        scope: str = "global",
-        scaler: Scaler = None,
-        together: bool = True,
-        guard: Guard | None = None,
-        exchange: Callable[[int], None] = lambda stage: None,
-        divided: bool = False,
-        mirrors: Mapping[int, OffloadedParameters] | None = None,
-    ) -> None:
+        self, *, world: World, parameters: Mapping[int, Named], owner: Mapping[str, int],
+        weights: Mapping[int, WeightVersions], optimizer: Make, scheduler: MakeScheduler | None, every: Named,
+        clip: float | None, scope: str = "global", scaler: Scaler = None, together: bool = True,
+        guard: Guard | None = None, exchange: Callable[[int], None] = lambda stage: None,
+        divided: bool = False, mirrors: Mapping[int, OffloadedParameters] | None = None,
+    ) -> None:  # fmt: skip
         self.exchange, self.mirrors, self._depth = exchange, mirrors or {}, 0
         self.world, self.scale, self.guard = world, Scale(scaler), guard
         self.parameters, self.weights = parameters, weights

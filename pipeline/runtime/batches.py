@@ -116,7 +116,7 @@ def _parts(column: Column, sizes: Sequence[int], *, whole: bool) -> Sequence[tor
         return [column] * len(sizes) if whole else column.split(list(sizes))
     if (found := [len(part) for part in column]) != list(sizes):
         raise PlanError(
-            f"the inputs of a Split have the same sizes, found {str(list(sizes))[1:-1]} and {str(found)[1:-1]}"
+            f"all inputs of a Split have the same sizes, found {str(list(sizes))[1:-1]}; {str(found)[1:-1]}"
         )
     return column
 
@@ -192,18 +192,14 @@ def _moved(tensor: torch.Tensor, device: Device | None) -> torch.Tensor:
     return pinned.copy_(tensor).to(device.torch, non_blocking=True)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Criterion:
     """The loss, and what is checked of it; ``parameters``, held weakly, it reads through the outputs
     alone."""
 
-    def __init__(
-        self,
-        loss: Callable[[Any, Any], torch.Tensor],
-        *,
-        autocast: torch.dtype | None,
-        parameters: Container[object],
-    ) -> None:
-        self.loss, self.autocast, self.parameters = loss, autocast, parameters
+    loss: Callable[[Any, Any], torch.Tensor]
+    autocast: torch.dtype | None
+    parameters: Container[object]
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Return the loss, from which a backward can begin; raises StageError."""

@@ -32,6 +32,7 @@ from .state import readers_of_buffers
 from .step_planner import Steps
 
 Given = str | torch.device | Device | None
+Devices = Mapping[int, Device]  # by stage of this process
 
 
 def rank_device(model: nn.Module, world: World, given: Given) -> Device:
@@ -113,9 +114,7 @@ def check_devices(agreement: Agreement, plan: Plan, devices: Mapping[int, Device
         warnings.warn(text, stacklevel=4)
 
 
-def spread(
-    model: nn.Module, own: Ownership, steps: Steps, devices: Mapping[int, Device], *, last: int
-) -> None:
+def spread(model: nn.Module, own: Ownership, steps: Steps, devices: Devices) -> None:
     """Move what each stage of this process holds to where it computes; the model is on one device by now."""
     if len({device.torch for device in devices.values()}) < 2:
         return
@@ -124,7 +123,7 @@ def spread(
         held: list[torch.Tensor] = [*own.tensors[stage]]
         registered = {id(buffer) for buffer in model.buffers()}
         for mode in ("train", "eval"):
-            parts = parts_of(model, *steps.layers(mode, stage), output=stage == last)
+            parts = parts_of(model, *steps.layers(mode, stage), output=stage == steps.plan.num_stages - 1)
             held += [buffer for module in parts.modules.values() for buffer in module.buffers()]
             held += [tensor for tensor in parts.tensors.values() if id(tensor) in registered]
         for tensor in held:
@@ -205,14 +204,7 @@ def values_of(
 
 
 def give_values(
-    model: nn.Module,
-    values: Values,
-    *,
-    own: Ownership,
-    steps: Steps,
-    graph: LayerGraph,
-    devices: Mapping[int, Device],
-    last: int,
+    model: nn.Module, values: Values, *, own: Ownership, steps: Steps, graph: LayerGraph, devices: Devices
 ) -> None:
     """Give the parameters and buffers of the stages of this process their values, in new tensors that take
     the places of those on the meta device; what has values keeps them, unless the file has it too."""
@@ -221,7 +213,7 @@ def give_values(
         places.setdefault(id(tensor), []).append(name)
     keys = _keys(model, values, places)
     tensors = {id(tensor): tensor for _, tensor in _registered(model)}
-    for stage, needed in _needed(model, own, steps, graph, last).items():
+    for stage, needed in _needed(model, own, steps, graph).items():
         for key in needed:
             if key not in tensors:  # another stage of this process has made it
                 continue
@@ -291,12 +283,10 @@ def _keys(model: nn.Module, values: Values, places: Mapping[int, list[str]]) -> 
     return found
 
 
-def _needed(
-    model: nn.Module, own: Ownership, steps: Steps, graph: LayerGraph, last: int
-) -> dict[int, list[int]]:
+def _needed(model: nn.Module, own: Ownership, steps: Steps, graph: LayerGraph) -> dict[int, list[int]]:
     """By stage of this process the identities of the tensors that it needs: its parameters, what its layers
     read in both modes but tied parameters that come from another stage, on stage 0 what no layer reads."""
-    readers, found = readers_of_buffers(model, graph, own.layers), {}
+    readers, found, last = readers_of_buffers(model, graph, own.layers), {}, steps.plan.num_stages - 1
     for stage, named in own.here.items():
         mine = [parameter for _, parameter in named]
         mine += [buffer for buffer in model.buffers() if stage in readers.get(id(buffer), {0})]

@@ -57,15 +57,9 @@ class Guards:
         moves: Whether parameters are offloaded, so that their memory changes in a step."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        homes: Mapping[str, Collection[int]],
-        written: Collection[str],
-        here: Collection[int],
-        replicated: bool,
-        moves: bool,
-    ) -> None:
+        self, model: nn.Module, *, homes: Mapping[str, Collection[int]], written: Collection[str],
+        here: Collection[int], replicated: bool, moves: bool,
+    ) -> None:  # fmt: skip
         paths = ((name, *name.rpartition(".")[::2]) for name in homes)
         self._places = [(name, weakref.ref(model.get_submodule(p)), item) for name, p, item in paths]
         self.homes, self.written, self.here = homes, written, here

@@ -139,17 +139,10 @@ class Usage:
         tiers: Those of the process; pool: of frames on their way."""
 
     def __init__(
-        self,
-        plan: Plan,
-        parameters: Mapping[int, Sequence[torch.Tensor]],
-        optimizers: Mapping[int, Optimizer],
-        *,
-        resident: ResidentMemory,
-        devices: Mapping[int, Device],
-        mirrors: Mapping[int, OffloadedParameters],
-        tiers: Tiers | None = None,
-        pool: Pool | None = None,
-    ) -> None:
+        self, plan: Plan, parameters: Mapping[int, Sequence[torch.Tensor]],
+        optimizers: Mapping[int, Optimizer], *, resident: ResidentMemory, devices: Mapping[int, Device],
+        mirrors: Mapping[int, OffloadedParameters], tiers: Tiers | None = None, pool: Pool | None = None,
+    ) -> None:  # fmt: skip
         self.tiers, self.pool, self.mirrors = tiers or Tiers(), pool or Pool(), mirrors
         self.plan, self.parameters, self.optimizers, self.resident = plan, parameters, optimizers, resident
         self.devices = devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -122,51 +123,49 @@ def _check_shared(graph: LayerGraph, steps: Steps, plan: Plan) -> None:
 
 
 def make_stages(
-    own: Ownership,
-    *,
-    model: nn.Module,
-    plan: Plan,
-    steps: Steps,
-    autocast: torch.dtype | None,
-    devices: Mapping[int, Device],
-    memory: MemoryThread,
-    guard: Guard | None,
-    stores: StoreOptions,
-) -> dict[int, Stage]:
+    own: Ownership, *, model: nn.Module, plan: Plan, steps: Steps, autocast: torch.dtype | None,
+    devices: Mapping[int, Device], memory: MemoryThread, guard: Guard | None, stores: StoreOptions,
+) -> dict[int, Stage]:  # fmt: skip
     """Return the stages of this process, each with its layers, its store and its versions of the weights."""
-    mirrors = {
-        index: mirror_of(index, own, model=model, plan=plan, steps=steps, stores=stores, memory=memory)
-        for index in own.here
-    }
-    return {
-        index: Stage(
-            index,
-            model=model,
-            train=steps.layers("train", index),
-            evaluation=steps.layers("eval", index),
-            last=index == plan.num_stages - 1,
-            autocast=autocast,
-            store=None
-            if plan.stages[index].tier == "device"
-            else open_store(plan.stages[index].tier, stores),
-            memory=memory,
+    # 1. The mirrors of offloaded parameters, which come and go as ``memory`` says.
+    mirrors = dict[int, OffloadedParameters | None]()
+    shared = sharing([*model.parameters(), *model.buffers()])
+    for index, named in own.here.items():
+        planned, runs = plan.stages[index], []
+        if planned.parameters_tier == "device":
+            mirrors[index] = None
+            continue
+        able = {id(parameter) for name, parameter in named if name not in own.written} - shared
+        for other, mode in itertools.product(own.here, steps.stage_of):
+            traced, layers = steps.layers(mode, other)
+            parts = parts_of(model, traced, layers)
+            if other == index:
+                runs.append((traced, layers, parts, steps.shapes.real[mode]))
+            else:  # a frozen module may be called in several stages
+                able -= {id(parameter) for layer in layers for parameter in directly_read(layer, parts)}
+        mirrors[index] = OffloadedParameters(
+            open_store(planned.parameters_tier, stores),
+            readers=without_resident(readers_of(runs, able), planned.staying_bytes),
+            packs=planned.parameters_tier == "packed", min_bytes=LEAST_MIRRORED,
+            weights_first=plan.weights_first, ahead=memory.turns_ahead, stays=memory.turns_staying,
+            prefetches=planned.prefetches,
+        )  # fmt: skip
+    # 2. The stages.
+    found, num_stages = dict[int, Stage](), plan.num_stages
+    for index, parameters in own.tensors.items():
+        planned, mirror = plan.stages[index], mirrors[index]
+        policy = dataclasses.replace(plan.policy, tier=planned.weights_tier)
+        found[index] = Stage(
+            index, model=model, train=steps.layers("train", index), evaluation=steps.layers("eval", index),
+            last=index == num_stages - 1, autocast=autocast, memory=memory, mirror=mirror,
+            store=None if planned.tier == "device" else open_store(planned.tier, stores),
             codec=plan.codec if plan.codec in CODECS else AUTO,  # lossy ones lose on the wire only
             weights=versions_of(
-                dataclasses.replace(plan.policy, tier=plan.stages[index].weights_tier),
-                parameters,
-                stage=index,
-                num_stages=plan.num_stages,
-                options=stores,
-                mirror=mirrors[index],
+                policy, parameters, stage=index, num_stages=num_stages, options=stores, mirror=mirror
             ),
-            weights_first=plan.weights_first,
-            recompute=plan.stages[index].recompute,
-            mirror=mirrors[index],
-            device=devices[index],
-            guard=guard,
-        )
-        for index, parameters in own.tensors.items()
-    }
+            weights_first=plan.weights_first, recompute=planned.recompute, device=devices[index], guard=guard,
+        )  # fmt: skip
+    return found
 
 
 def disk_of(own: Ownership, plan: Plan, options: DiskOptions, tiers: Tiers) -> Disk | None:
@@ -186,41 +185,3 @@ def disk_of(own: Ownership, plan: Plan, options: DiskOptions, tiers: Tiers) -> D
     if (limit := tiers.device.limit) is not None:
         most = min(most, max(limit // WAITING_SHARE, REQUEST_BYTES))
     return Disk(options, tiers=tiers, most_waiting=most)
-
-
-def mirror_of(
-    index: int,
-    own: Ownership,
-    *,
-    model: nn.Module,
-    plan: Plan,
-    steps: Steps,
-    stores: StoreOptions,
-    memory: MemoryThread,
-) -> OffloadedParameters | None:
-    """The mirror of the parameters of a stage, which come and go as ``memory`` says; None where they stay."""
-    tier = plan.stages[index].parameters_tier
-    if tier == "device":
-        return None
-    runs = []
-    for mode in steps.stage_of:
-        traced, layers = steps.layers(mode, index)
-        runs.append((traced, layers, parts_of(model, traced, layers), steps.shapes.real[mode]))
-    shared = sharing([*model.parameters(), *model.buffers()])
-    able = {id(parameter) for name, parameter in own.here[index] if name not in own.written} - shared
-    for other in own.here:  # a frozen module may be called in several stages
-        for mode in steps.stage_of if other != index else ():
-            traced, layers = steps.layers(mode, other)
-            parts = parts_of(model, traced, layers)
-            able -= {id(parameter) for layer in layers for parameter in directly_read(layer, parts)}
-    readers = without_resident(readers_of(runs, able), plan.stages[index].staying_bytes)
-    return OffloadedParameters(
-        open_store(tier, stores),
-        readers=readers,
-        packs=tier == "packed",
-        min_bytes=LEAST_MIRRORED,
-        weights_first=plan.weights_first,
-        ahead=memory.turns_ahead,
-        stays=memory.turns_staying,
-        prefetches=plan.stages[index].prefetches,
-    )

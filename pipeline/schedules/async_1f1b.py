@@ -24,18 +24,11 @@ def async_1f1b(
     return [between(stages, fed) for stages in stages_of_rank]
 
 
-def stream(
-    stages: Iterable[int], *, num_stages: int, fed: int, start: int = 0, stop: int | None = None
-) -> list[Instruction]:
-    """F and B of these stages with the first ``fed`` micro-batches, by time, from ``start`` up to ``stop``
-    (None: the drain); B first at equal times. The work is that of the slice, however long the stream."""
-    return [instruction for _, instruction in _timed(stages, num_stages, fed, start, stop)]
-
-
 def _timed(
     stages: Iterable[int], num_stages: int, fed: int, start: int, stop: int | None
 ) -> list[tuple[int, Instruction]]:
-    """The instructions of ``stream`` with the half ticks at which they begin."""
+    """F and B of these stages with the first ``fed`` micro-batches, and the half ticks at which they begin,
+    from ``start`` up to ``stop`` (None: the drain); B first at equal times. The work is that of the slice."""
     end = 2 * (fed + num_stages) if stop is None else stop
     found = [
         (2 * index + offset, Instruction(stage, op, index))

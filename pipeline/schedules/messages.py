@@ -76,13 +76,9 @@ class StepMessages:
     pending_out: frozenset[Message] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MicroBatchMessages:
-    """The messages of one micro-batch: for every stage what its forward receives and sends, and what its
-    backward does, each in the order in which they go."""
-
-    forward: Sequence[tuple[tuple[Message, ...], ...]]
-    backward: Sequence[tuple[tuple[Message, ...], ...]]
+Both = tuple[tuple[Message, ...], tuple[Message, ...]]
+MicroBatchMessages = tuple[list[Both], list[Both]]
+"""For every stage what its forward receives and sends, and what its backward does, in order."""
 
 
 def micro_batch_messages(
@@ -126,13 +122,11 @@ def micro_batch_messages(
     inward = sorted(down, key=lambda m: m.value)
     back = sorted(gradients, key=lambda m: (-m.target, m.value))
 
-    def at(stage: int, came: Sequence[Message], went: Sequence[Message]) -> tuple[tuple[Message, ...], ...]:
+    def at(stage: int, came: Sequence[Message], went: Sequence[Message]) -> Both:
         return tuple(m for m in came if m.target == stage), tuple(m for m in went if m.source == stage)
 
-    return MicroBatchMessages(
-        forward=[at(stage, inward, down) for stage in range(len(routes))],
-        backward=[at(stage, gradients, back) for stage in range(len(routes))],
-    )
+    stages = range(len(routes))
+    return [at(stage, inward, down) for stage in stages], [at(stage, gradients, back) for stage in stages]
 
 
 def step_messages(
@@ -154,22 +148,16 @@ def step_messages(
     for instruction in (i for program in programs for i in program):
         if instruction.micro_batch is None or instruction.op is Op.W:
             continue
-        own = messages[instruction.micro_batch]
-        stages = own.forward if instruction.op is Op.F else own.backward
-        receives[instruction], sends[instruction] = _, sent = stages[instruction.stage]
+        forward, backward = messages[instruction.micro_batch]
+        received, sent = (forward if instruction.op is Op.F else backward)[instruction.stage]
+        receives[instruction], sends[instruction] = received, sent
         most = max([most, *Counter(message.ranks[1] for message in sent).values()])
         for message in sent:
             channels.setdefault(message.ranks, []).append(message)
-    received = {message for taken in receives.values() for message in taken}
+    arrived = {message for taken in receives.values() for message in taken}
     return StepMessages(
-        programs=programs,
-        routes=routes,
-        receives=receives,
-        sends=sends,
-        window=window * most,
+        programs=programs, routes=routes, receives=receives, sends=sends, window=window * most, first=first,
         channels={ranks: found for ranks, found in channels.items() if ranks[0] != ranks[1]},
-        first=first,
-        continues=continues,
-        pending_in=pending_in,
-        pending_out=pending_in.union(*sends.values()) - received,
-    )
+        continues=continues, pending_in=pending_in,
+        pending_out=pending_in.union(*sends.values()) - arrived,
+    )  # fmt: skip

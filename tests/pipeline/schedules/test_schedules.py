@@ -8,7 +8,7 @@ from programs import PER_RANK, laid, most_in_flight, on_paper
 
 from penstock.compression.errors import PlanError, ScheduleError
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
-from penstock.pipeline.schedules.async_1f1b import StreamState, between, stream
+from penstock.pipeline.schedules.async_1f1b import StreamState, between
 from penstock.pipeline.schedules.building_blocks import placed, placement, stages_on
 from penstock.pipeline.schedules.custom import custom
 from penstock.pipeline.schedules.instruction import Instruction, Op, parse_program, show
@@ -112,8 +112,9 @@ def test_no_rank_holds_more_than_the_published_count(num_ranks):
 
 
 def test_a_stream_goes_on_without_a_bubble():
-    assert show(stream([0], num_stages=3, fed=9, start=12, stop=18)) == "0F6 0B4 0F7 0B5 0F8 0B6"
-    far = stream([0, 1, 2], num_stages=3, fed=10**9, start=2 * 10**9 - 2, stop=2 * 10**9)
+    nine, many = (StreamState(num_stages=3, each=False, ends=(end,)) for end in (9, 10**9))
+    assert show(between([0], nine, start=12, stop=18)) == "0F6 0B4 0F7 0B5 0F8 0B6"
+    far = between([0, 1, 2], many, start=2 * 10**9 - 2, stop=2 * 10**9)
     assert show(far) == ("1B999999997 0F999999999 2F999999998 0B999999997 2B999999998 1F999999999")
 
 
