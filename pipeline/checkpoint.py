@@ -10,6 +10,7 @@ import json
 import math
 import secrets
 import shutil
+from collections import UserDict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,21 +32,12 @@ _MOST_INDEX_BYTES = 64 << 20
 FORMAT = 1
 
 
-class OnDemand(Mapping[str, Any]):
+class OnDemand(UserDict[str, Any]):
     """A mapping of values and of functions that read a tensor anew whenever it is asked for."""
 
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self._items = items
-
     def __getitem__(self, key: str) -> Any:
-        item = self._items[key]
+        item = self.data[key]
         return item() if callable(item) else item
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
 
 
 class Checkpoint:

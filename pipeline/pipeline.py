@@ -69,7 +69,7 @@ from .runtime.load_balancing import NONE, LoadBalancer, Seconds, Shares, check_a
 from .runtime.meter import ResidentMemory, Usage, bytes_in_memory
 from .runtime.ownership import Ownership, disk_of, make_stages, ownership
 from .runtime.replicas import Replicas, check_outputs, check_replicated
-from .runtime.report import Report, described, gather_flows, gather_reports, gather_spans
+from .runtime.report import Report, described, gather_flows, gather_reports
 from .runtime.state import State
 from .runtime.step_planner import Step, Steps, StreamFeed, SynchronousFeed
 from .schedules.instruction import Span
@@ -313,8 +313,8 @@ class Pipeline:
         self.update = Update(
             world=self.world, parameters=own.here, owner={name: own.ranks[name] for name, _ in every},
             weights={s: stage.weights for s, stage in self.stages.items()}, every=every,
-            optimizer=arguments.optimizer_of(options.optimizer),
-            scheduler=arguments.scheduler_of(options.scheduler) if options.scheduler else None,
+            optimizer=arguments.explain_errors("optimizer", options.optimizer),
+            scheduler=arguments.explain_errors("scheduler", options.scheduler) if options.scheduler else None,
             clip=options.clip, scope=options.clip_scope, scaler=options.scaler, guard=self.nan_check,
             together=plan.schedule != STREAM, exchange=self.replicas.exchange, divided=plan.sharded,
             mirrors=self.mirrors,
@@ -507,7 +507,8 @@ class Pipeline:
 
     def timeline(self) -> list[Span]:
         """Return the spans of all ranks in the last step, in seconds since it began; collective."""
-        return gather_spans(self.world, self.meter.spans)
+        rows = self.world.all_gather_json(list(self.meter.spans), at="the timeline")
+        return [Span(*fields) for row in rows for fields in row]
 
     def flows(self) -> list[dict[str, Any]]:
         """Return the traffic by flow: value or gradient, stages, codec, bytes raw and sent; collective."""

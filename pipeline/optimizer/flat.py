@@ -53,14 +53,9 @@ class FlatGradients:
              reuses: memory of buffers stays for the next step."""
 
     def __init__(
-        self,
-        named: Named,
-        *,
-        pieces: int,
-        owners: Sequence[int] = (),
-        slice_bytes: int = SLICE_BYTES,
+        self, named: Named, *, pieces: int, owners: Sequence[int] = (), slice_bytes: int = SLICE_BYTES,
         reuses: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.owners, self.reuses = owners or [None] * len(named), reuses
         self.layouts = [torch.empty_like(p, device="meta", requires_grad=False) for _, p in named]
         self.named, self.offsets, self.sizes = named, dict[torch.dtype, list[tuple[int, int]]](), {}

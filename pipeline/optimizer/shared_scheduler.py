@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...compression.errors import PlanError
 from .optimizers import Make, Named, make_optimizer, settings_of
@@ -49,6 +49,11 @@ class SharedScheduler:
             group |= _copied(group)  # a rate that is a tensor would be one for all of them
         before = [_copied(group) for group in whole.param_groups]
         self.made = scheduler(whole)
+        if isinstance(self.made, ReduceLROnPlateau) or not callable(getattr(self.made, "step", None)):
+            raise PlanError(
+                "scheduler makes what is stepped after every update without arguments, found "
+                f"{type(self.made).__name__}; use one such as StepLR or LambdaLR"
+            )
         whole._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] (stages step, this does not)
         self.num_steps = dict.fromkeys(stages, 0)
         self._changes = {0: self._changed(before)}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...compression.errors import PlanError
 from ...stages.memory.byte_budget import MemoryOptions
@@ -106,38 +106,19 @@ def check_options(model: object, plan: object, options: Options) -> None:
         raise PlanError(f"detect_anomaly is True or False, found {options.detect_anomaly!r}")
 
 
-def optimizer_of(optimizer: Callable[[Named], Optimizer]) -> Callable[[Named], Optimizer]:
-    """``optimizer``, whose mistakes are told as what they are; what a ValueError says, ``Update`` knows."""
+def explain_errors(what: str, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``make``, whose errors name ``what`` it makes; ``make_optimizer`` explains a ValueError."""
 
-    def make(named: Named) -> Optimizer:
+    def call(given: Any) -> Any:
         try:
-            return optimizer(named)
-        except (PlanError, ValueError):
-            raise
+            return make(given)
         except Exception as error:
-            rule = "the optimizer of a stage cannot be made"
+            if isinstance(error, PlanError) or (what == "optimizer" and isinstance(error, ValueError)):
+                raise
+            rule = f"the {what} of a stage cannot be made"
             raise PlanError(f"{rule}: {type(error).__name__}: {error}") from error
 
-    return make
-
-
-def scheduler_of(scheduler: Callable[[Optimizer], LRScheduler]) -> Callable[[Optimizer], LRScheduler]:
-    """The same for ``scheduler``; what it makes must be stepped without arguments, after every update."""
-
-    def make(optimizer: Optimizer) -> LRScheduler:
-        try:
-            made = scheduler(optimizer)
-        except Exception as error:
-            rule = "the scheduler of a stage cannot be made"
-            raise PlanError(f"{rule}: {type(error).__name__}: {error}") from error
-        if isinstance(made, ReduceLROnPlateau) or not callable(getattr(made, "step", None)):
-            raise PlanError(
-                "scheduler makes what is stepped after every update without arguments, found "
-                f"{type(made).__name__}; use one such as StepLR or LambdaLR"
-            )
-        return made
-
-    return make
+    return call
 
 
 def check_update(model: nn.Module, plan: Plan, *, clip: object, scope: str, scaler: object) -> None:

@@ -171,14 +171,9 @@ class Policy:
              extra: the fewest and the most micro-batches in flight beyond the schedule's own."""
 
     def __init__(
-        self,
-        world: World,
-        named: Named = NONE,
-        *,
-        codec: str = AUTO,
-        extra: tuple[int, int] = (0, 0),
+        self, world: World, named: Named = NONE, *, codec: str = AUTO, extra: tuple[int, int] = (0, 0),
         deadline: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.world, self.deadline, self.named = world, deadline, named
         self.searches, self.start = codec == AUTO, START if codec == AUTO else codec
         self.extras = range(extra[0], extra[1] + 1)

@@ -52,18 +52,18 @@ def of_process(device: torch.device = CPU) -> list[Fact]:
     version, _, variant = torch.__version__.partition("+")
     backends, commit = torch.backends, str(torch.version.git_version)[:8]
     precisions = {
-        "float32 of matrix products": backends.fp32_precision,  # type: ignore[attr-defined]
-        "float32 of CUDA matrix products": backends.cuda.matmul.fp32_precision,
-        "float32 of cuDNN convolutions": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        "float32 of oneDNN matrix products": backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
-        "float32 of oneDNN convolutions": backends.mkldnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        "float32 of oneDNN recurrent layers": backends.mkldnn.rnn.fp32_precision,  # type: ignore[attr-defined]
+        "matrix products": backends,
+        "CUDA matrix products": backends.cuda.matmul,
+        "cuDNN convolutions": backends.cudnn.conv,  # type: ignore[attr-defined]
+        "oneDNN matrix products": backends.mkldnn.matmul,  # type: ignore[attr-defined]
+        "oneDNN convolutions": backends.mkldnn.conv,  # type: ignore[attr-defined]
+        "oneDNN recurrent layers": backends.mkldnn.rnn,  # type: ignore[attr-defined]
     }
     settings = {
         "number of threads of torch": torch.get_num_threads(),
         "deterministic-algorithms flag": torch.are_deterministic_algorithms_enabled(),
         "default dtype": torch.get_default_dtype(),
-        **{f"precision for {name}": value for name, value in precisions.items()},
+        **{f"precision for float32 of {name}": kind.fp32_precision for name, kind in precisions.items()},
         "oneDNN flag": backends.mkldnn.enabled,  # type: ignore[attr-defined]
         "flash-attention flag": backends.cuda.flash_sdp_enabled(),
         "flush of denormal numbers": float(torch.tensor(1e-40, dtype=torch.float32) * 1) == 0.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -107,7 +108,7 @@ def _updaters(plan: Plan, of_stages: Sequence[Named], graph: LayerGraph) -> dict
 
 def _check_shared(graph: LayerGraph, steps: Steps, plan: Plan) -> None:
     """Check that tensors in one memory are on one stage, and that each has one version."""
-    shared = dict(zip(("train", "eval"), graph.shared, strict=True))
+    shared: dict[str, Any] = dict(zip(("train", "eval"), graph.shared, strict=True))
     for mode, stage_of in steps.stage_of.items():
         places = [*stage_of, plan.num_stages - 1]  # the model's output reads last
         for names, layers in shared[mode].items():

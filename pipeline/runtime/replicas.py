@@ -96,14 +96,9 @@ class Replicas:
     ``held``: all tensors of each stage by name, which are the same on every replica."""
 
     def __init__(
-        self,
-        plan: Plan,
-        world: World,
-        *,
-        own: Ownership,
-        stages: Mapping[int, Stage],
+        self, plan: Plan, world: World, *, own: Ownership, stages: Mapping[int, Stage],
         held: Mapping[int, Mapping[str, torch.Tensor]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.plan, self.held, self.every = plan, held, EVERY
         several = [] if world.is_alone else [stage for stage in own.here if plan.replicas[stage] > 1]
         if max(plan.replicas) > 1 and not world.is_alone:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...compression.names import show_codec
 from ...stages.units import show_bytes
-from ..schedules.instruction import Flow, Span
+from ..schedules.instruction import Flow
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
@@ -227,11 +227,6 @@ def gather_reports(
     ]
     answer = {"loss": sum(losses), "stages": tuple(map(together, found)), "asked": int(max(asks))}
     return answer if max(map(len, ranks)) == 1 else answer | {"replicas": tuple(map(tuple, found))}
-
-
-def gather_spans(world: World, spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of all ranks."""
-    return [Span(*fields) for row in world.all_gather_json(list(spans), at="the timeline") for fields in row]
 
 
 def gather_flows(world: World, totals: Mapping[Flow, Sequence[int]], policy: Policy) -> list[dict[str, Any]]:

@@ -31,36 +31,28 @@ class State:
                 stages: by stage of this process its parameters, and the buffers that its layers name."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        graph: LayerGraph,
-        *,
-        world: World,
-        stages: Mapping[int, Stage],
+        self, model: nn.Module, graph: LayerGraph, *, world: World, stages: Mapping[int, Stage],
         own: Ownership,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.world = world
         names = {id(p): name for name, p in model.named_parameters()}
         self.readers = readers_of_buffers(model, graph, own.layers)
         held = {key for stage in stages.values() for key in stage.held}
-        self.keys: list[str] = []
         self.shared: dict[str, str] = {}  # for every further name of a tensor its first one
         firsts: dict[int, str] = {}
         self.source: dict[str, int] = {}
         self.held: dict[str, torch.Tensor] = {}
         self.expected: dict[str, torch.Tensor] = {}  # on the meta device: of all ranks, without memory
         listed = model.state_dict(keep_vars=True)
+        self.keys = list(listed)
         buffers = model.named_buffers(remove_duplicate=False)
         self.hidden = {key for key, _ in buffers} - set(listed)
         for key, tensor in [*listed.items(), *((key, model.get_buffer(key)) for key in sorted(self.hidden))]:
             if not isinstance(tensor, torch.Tensor):
-                raise PlanError(
-                    f"a state is made of tensors, {key} of the model is not; keep it outside the model"
-                )
+                rule = f"a state is made of tensors, {key} of the model is not"
+                raise PlanError(f"{rule}; keep it outside the model")
             readers = self.readers.get(id(tensor), {0})
             read = {own.stage_of[names[id(tensor)]]} if id(tensor) in names else readers
-            if key in listed:
-                self.keys.append(key)
             if (first := firsts.setdefault(id(tensor), key)) != key:
                 self.shared[key] = first
             self.expected[key] = torch.empty_like(tensor, device="meta")

@@ -314,10 +314,12 @@ class Steps:
             ranks = range(self.plan.num_ranks)
             programs = [[i for i in order if self.plan.owner(i.stage) == rank] for rank in ranks]
         rank_of = self.plan.rank_of if mode == "train" else lambda stage, micro_batch: self.plan.owner(stage)
-        firsts = first_micro_batches(self.plan, len(inputs))
+        firsts: dict[tuple[int, int], int] = {}  # of each replica, with which its tied parameters come
+        for index, stage in itertools.product(range(len(inputs)), range(self.plan.num_stages)):
+            firsts.setdefault((stage, self.plan.place_of(stage, index)), index)
         settings = {"rank_of": rank_of, "codecs": self.codecs}
         messages = {
-            index: micro_batch_messages(index, route, **settings, tied=index in firsts)
+            index: micro_batch_messages(index, route, **settings, tied=index in firsts.values())
             for index, route in enumerate(routed)
         }
         made = step_messages(programs, dict(enumerate(routed)), messages, window=window)
@@ -401,16 +403,6 @@ def pairs_of(routed: Iterable[tuple[Route, ...]]) -> list[tuple[int, int]]:
     """The (source, target) pairs of stages that some value of some micro-batch travels over."""
     distinct = {id(route): route for route in routed}
     return sorted({pair for route in distinct.values() for pair in edges(route)})
-
-
-def first_micro_batches(plan: Plan, number: int) -> set[int]:
-    """Those of ``number`` micro-batches that are the first of some replica, with which its tied parameters
-    come; the others on the way of these have them anew."""
-    found: dict[tuple[int, int], int] = {}
-    for micro_batch in range(number):
-        for stage in range(plan.num_stages):
-            found.setdefault((stage, plan.place_of(stage, micro_batch)), micro_batch)
-    return set(found.values())
 
 
 class Live(NamedTuple):
@@ -497,11 +489,8 @@ class StreamFeed:
             programs,
             {m: live.routes for m, live in self.live.items()},
             {m: live.messages for m, live in self.live.items()},
-            window=self.window,
-            first=first,
-            continues=start > 0,
-            pending_in=self.pending,
-        )
+            window=self.window, first=first, continues=start > 0, pending_in=self.pending,
+        )  # fmt: skip
         program = everything if world.is_alone else programs[world.rank]
         live = {m: live.batch for m, live in self.live.items()}
         return Step(number=step, messages=made, program=program, micro_batches=live)

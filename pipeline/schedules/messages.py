@@ -114,7 +114,7 @@ def micro_batch_messages(
             gradients.append(
                 Message(
                     Op.B, index, number, target, stage, masked, value.name, promise,
-                    message.raw_bytes, message.frame_bytes, ranks[::-1],
+                    message.raw_bytes, message.frame_bytes, (ranks[1], ranks[0]),
                     None, message, Flow(value.name, "B", target, stage),
                 )
             )  # fmt: skip
@@ -130,15 +130,10 @@ def micro_batch_messages(
 
 
 def step_messages(
-    programs: Sequence[Sequence[Instruction]],
-    routes: Mapping[int, tuple[Route, ...]],
-    messages: Mapping[int, MicroBatchMessages],
-    *,
-    window: int,
-    first: int = 0,
-    continues: bool = False,
+    programs: Sequence[Sequence[Instruction]], routes: Mapping[int, tuple[Route, ...]],
+    messages: Mapping[int, MicroBatchMessages], *, window: int, first: int = 0, continues: bool = False,
     pending_in: frozenset[Message] = frozenset(),
-) -> StepMessages:
+) -> StepMessages:  # fmt: skip
     """Attach to every instruction the messages it waits for and those it sends; ``window`` counts
     instructions, as ``verify`` does: several messages of one each get a receive."""
     receives: dict[Instruction, tuple[Message, ...]] = {}

@@ -130,7 +130,7 @@ def _run(
     arrived: dict[Message, float] = {}
     link_free: dict[tuple[int, int], float] = {}
     clock, place = [0.0] * len(traffic.programs), [0] * len(traffic.programs)
-    moved = True
+    moved, stuck = True, dict[int, Instruction]()
     while moved:
         moved = False
         for rank, program in enumerate(traffic.programs):

@@ -98,14 +98,9 @@ _WEIGHTS = (Op.B, Op.W)  # they add to the gradients of the weights
 
 
 def verify(
-    programs: Programs,
-    *,
-    num_micro_batches: int,
-    edges: Edges,
-    window: int = 2,
-    asynchronous: bool = False,
+    programs: Programs, *, num_micro_batches: int, edges: Edges, window: int = 2, asynchronous: bool = False,
     rank_of: RankOf | None = None,
-) -> list[Instruction]:
+) -> list[Instruction]:  # fmt: skip
     """Check the programs of all ranks and return one legal global order, which one process can run.
 
     Each stage and micro-batch has F, and B or I and W. A program cannot name a version of the weights, so
@@ -135,14 +130,9 @@ def verify(
 
 
 def smallest_window(
-    programs: Programs,
-    *,
-    num_micro_batches: int,
-    edges: Edges,
-    least: int = 2,
-    asynchronous: bool = False,
+    programs: Programs, *, num_micro_batches: int, edges: Edges, least: int = 2, asynchronous: bool = False,
     rank_of: RankOf | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """The smallest window from ``least`` up with which ``verify`` accepts the programs; raises where none is.
 
     Two suffice between neighbours. More are needed by an edge over d ranks once d x (1 + extra_in_flight)
@@ -188,12 +178,9 @@ def _ranks_of_stages(programs: Programs, edges: Edges, *, several: bool) -> list
 
 
 def _check_instructions(
-    programs: Programs,
-    num_micro_batches: int,
-    ranks: Sequence[Sequence[int]],
-    rank_of: RankOf,
+    programs: Programs, num_micro_batches: int, ranks: Sequence[Sequence[int]], rank_of: RankOf,
     asynchronous: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Check a step's instructions: F once, and B once or I and W once; no more, of no other micro-batch."""
     if num_micro_batches < 1:
         raise ScheduleError(f"a step needs at least one micro-batch, found micro_batches={num_micro_batches}")
