@@ -226,9 +226,11 @@ class Update:
         """Check, unscale and measure gradients of ``stages``; return whether one is infinite or no number."""
         if self.guard is not None:
             self.guard.check_update(gradients.items())
-        groups = [g for s in stages if s in self.optimizers for g in self.optimizers[s].param_groups]
-        known = {id(p) for group in groups for p in group["params"]}
-        overflow = self.scale.unscale(g for name, g in gradients.items() if id(self.named[name]) in known)
+        overflow = False
+        if self.scale.checks:
+            groups = [g for s in stages if s in self.optimizers for g in self.optimizers[s].param_groups]
+            known = {id(p) for group in groups for p in group["params"]}
+            overflow = self.scale.unscale(g for n, g in gradients.items() if id(self.named[n]) in known)
         if gradients and self.clip is not None and (self.scope == "global" or self.mirrors):
             self._norms |= norms(gradients)
             self._device = next(iter(gradients.values())).device

@@ -153,8 +153,9 @@ class Setting(NamedTuple):
 def policy_named(
     codec: str, *, named: Named = NONE, extra: tuple[int, int] = (0, 0), world: World, deadline: float
 ) -> Policy:
-    """The policy for ``codec``, the name of one or "auto"; raises CodecError for others. Alone, nothing is on
-    its way while others compute: no more are in flight than the fewest; nor where the most is 0."""
+    """The policy for ``codec``, the name of one or "auto"; raises CodecError for others.
+
+    Alone, where nothing is on its way while others compute, the fewest extra are in flight."""
     check_name(codec)
     if world.is_alone or not extra[1]:  # alone, nothing is on its way while others compute
         extra = extra[0], extra[0]
