@@ -155,7 +155,8 @@ class Pipeline:
             raise PlanError(f"{name}, found guard={guard!r}; give detect_anomaly={guard!r}")
         self.leaves, self.asked, self.num_steps = world is None, 0, 0
         self.world = world or check_joined(World.default(deadline=deadline))
-        self.rank, self.weight, self.agreement = self.world.rank, weight, Agreement(self.world)
+        self.rank, self.agreement = self.world.rank, Agreement(self.world)
+        self.weight: Weight = weight
         with self.agreement.all_or_none("making a Pipeline"):
             arguments.check_options(model, plan, options)
             self.values = values_of(model, load_weights=load_weights, init_weights=init_weights, seed=seed)

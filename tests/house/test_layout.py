@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "pipeline.runtime": ("compression", "stages", *PIPELINE[:3]),
     "pipeline.data": LOW,
     "pipeline.data.cache": LOW,
-    "pipeline.integrations": ("compression", "stages.units", "pipeline.distributed"),
+    "pipeline.integrations": ("compression", "stages", "pipeline"),
     "pipeline.partition": ("compression", "stages", "pipeline.schedules"),
     "pipeline": ("compression", "stages", *PIPELINE, "pipeline.partition", "pipeline.pipeline"),
     "pipeline.run": ("compression", "stages", "pipeline", "conf"),

@@ -98,7 +98,7 @@ def trainer(kind, model, folder, **named) -> Any:
 
 
 def logs(one):
-    """What was logged, without what the clock says; a mean of two losses is rounded in another order."""
+    """The log without times; a mean of losses is rounded in another order."""
     kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch", "step")
     rows = [{key: entry[key] for key in kept if key in entry} for entry in one.state.log_history]
     means = isinstance(one.model, Net)
