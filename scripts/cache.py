@@ -70,8 +70,7 @@ def serve(options: Mapping[str, str]) -> int:
     from ..pipeline.data.cache.policies import policy as new_policy
     from ..pipeline.run import console
 
-    slots = None if last_gain == "1" else int(last_gain)  # it is 1 by its formula
-    policy = new_policy(options["policy"], capacity, keep=keep, last_gain=slots)
+    policy = new_policy(options["policy"], capacity, keep=keep, last_gain=int(last_gain))
     with serving(path, policy, page_bytes=page, tell=console.warn, alone=warm_up == "alone"):
         held = f"{show_bytes(capacity)} for samples, policy={options['policy']}"
         print(f"{path}: {held}; Ctrl-C ends it", flush=True)

@@ -24,42 +24,29 @@ import numpy as np
 
 from ....compression.errors import TransportError
 from .policy import Entry, Job, Policy, Times
-from .wire import NOWHERE, PAGE_BYTES, Hello, pages_of
+from .wire import NOWHERE, Hello, pages_of
 
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """A sample in the shared memory.
-
-    Attributes:
-        stamp: Bytes that its writer gave it, for those who read it.
-        pages: Numbers of its pages, in order.
-        whole: True once all of it has come, so that it can be read.
-        kept: False once the policy evicted it.
-        leases: Number of connections that may be reading it.
-    """
+    """A sample in the shared memory."""
 
     entry: Entry
     num_bytes: int
-    stamp: bytes
+    stamp: bytes  # given by its writer, for those who read it
     pages: array[int]
-    whole: bool = False
-    kept: bool = True
-    leases: int = 0
+    whole: bool = False  # all of it has come, so that it can be read
+    kept: bool = True  # False once the policy evicted it
+    leases: int = 0  # connections that may be reading it
 
 
 class Pages:
-    """All entries, and ``num_pages`` pages of ``page_bytes``.
+    """All entries, of ``num_bytes`` together, and ``num_pages`` pages of ``page_bytes``."""
 
-    Attributes:
-        given_up: Entries that are evicted, but somebody still reads.
-        num_bytes: Of all entries.
-    """
-
-    def __init__(self, num_pages: int, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(self, num_pages: int, page_bytes: int) -> None:
         self.num_pages, self.page_bytes, self.num_bytes = num_pages, page_bytes, 0
         self.entries: dict[Entry, Stored] = {}
-        self.given_up: set[Stored] = set()
+        self.given_up: set[Stored] = set()  # evicted, but somebody still reads them
         self._free = array("I", range(num_pages - 1, -1, -1))
 
     @property
@@ -97,13 +84,8 @@ class Pages:
         else:
             self._free.extend(reversed(stored.pages))
 
-    def lease(self, stored: Stored) -> None:
-        """Begin to read an entry: its pages stay as they are until ``end_lease``."""
-        assert stored.whole
-        stored.leases += 1
-
     def end_lease(self, stored: Stored) -> None:
-        """End one lease of an entry."""
+        """End one lease of an entry, whose pages stayed as they were."""
         stored.leases -= 1
         if not stored.leases and not stored.kept:
             self.given_up.remove(stored)
@@ -127,30 +109,19 @@ class NotWelcome(TransportError):
 
 @dataclass(eq=False)
 class Run:
-    """One training run, whose connections are together one reader of each sample.
-
-    Attributes:
-        members: Its connections.
-        epoch: The newest that was begun; -1: none was.
-        states: State of each sample in that epoch.
-        used: Samples that were used in it, by whichever connection.
-        began: When it began.
-        pace: Seconds of a sample, of the epoch before.
-        is_warm: True once its first epoch is over.
-        seen: When it last asked for its turn or for samples.
-    """
+    """One training run, whose connections are together one reader of each sample."""
 
     hello: Hello
     members: set[Member] = field(default_factory=set)
     times: Times | None = None
-    epoch: int = -1
-    states: bytearray = field(default_factory=bytearray)
+    epoch: int = -1  # the newest that was begun
+    states: bytearray = field(default_factory=bytearray)  # of each sample in that epoch
     num_ordered: int = 0
-    used: int = 0
+    used: int = 0  # samples in that epoch, by whichever connection
     began: float = 0.0
-    pace: float = 0.0
-    is_warm: bool = False
-    seen: float = 0.0
+    pace: float = 0.0  # seconds of a sample, of the epoch before
+    is_warm: bool = False  # its first epoch is over
+    seen: float = 0.0  # when it last asked for its turn or for samples
     hits: int = 0
     uses: int = 0
     hit_bytes: int = 0
@@ -191,9 +162,7 @@ class Run:
             raise TransportError(f"sample {index} of {self.hello.num_samples}")
 
     def begin(self, epoch: int, order: array[int], following: array[int] | None, now: float) -> None:
-        """Begin an epoch.
-
-        Raises: TransportError: an order has a sample that there is not, or one twice."""
+        """Begin an epoch; raises TransportError where an order has a sample that there is not, or twice."""
         states = self._states(order)
         if following is not None:
             self._states(following)
@@ -211,14 +180,6 @@ class Run:
         if int(np.count_nonzero(view)) != len(order):
             raise TransportError("an order has a sample twice")
         return states
-
-    def count(self, stored: Stored | None) -> None:
-        """Count a first use."""
-        self.used += 1
-        self.uses += 1
-        if stored is not None:
-            self.hits += 1
-            self.hit_bytes += stored.num_bytes
 
     def status(self, now: float, held: int) -> dict[str, Any]:
         """Return what a person sees of it; ``finish_seconds``: until its last epoch ends, as predicted."""
@@ -255,9 +216,7 @@ class Member:
 class Core:
     """All that the broker decides. ``now``: seconds of any clock that does not go back.
 
-    Args:
-        alone: Runs take turns for their first epoch, whose times the policy goes by.
-    """
+    ``alone``: Runs take turns for their first epoch, whose times the policy goes by."""
 
     def __init__(self, policy: Policy, pages: Pages, *, alone: bool = False) -> None:
         self.policy, self.pages, self._alone = policy, pages, alone
@@ -269,9 +228,9 @@ class Core:
     def join(self, hello: Hello, now: float) -> Member:
         """Add a connection of a run.
 
-        Raises: NotWelcome: its run is known otherwise, its data has another number of samples, or so many
-        that the orders of all runs would take more memory than such a cache is worth; it has a share where
-        the policy counts none, or where others leave too little."""
+        Raises:
+            NotWelcome: It contradicts others, has too many samples for the memory of orders, or a share
+                that is not to be had."""
         run = self.runs.get((hello.job, hello.run))
         if run is None:
             for other in self.runs.values():
@@ -286,8 +245,12 @@ class Core:
                     f"this cache keeps orders of {self.most_samples:,} samples, and job {hello.job} has "
                     f"{hello.num_samples:,}, with {room:,} left; serve a larger capacity="
                 )
-            if hello.share is not None:
-                self._check_share(hello.share)
+            if hello.share is not None and not self.policy.takes_shares:
+                raise NotWelcome("cache.share= is for a cache with policy=gain, found another; leave it out")
+            left = max(0.0, round(1 - sum(other.hello.share or 0.0 for other in self.runs.values()), 6))
+            if (hello.share or 0.0) > left + 1e-9:
+                found = f"found cache.share={hello.share:g} with {left:g} left"
+                raise NotWelcome(f"the shares of all jobs sum to 1 at most, {found}")
             run = self.runs[hello.job, hello.run] = Run(hello)
             self.policy.join(run.job, now)
         elif hello != run.hello:
@@ -295,15 +258,6 @@ class Core:
         member = Member(run)
         run.members.add(member)
         return member
-
-    def _check_share(self, share: float) -> None:
-        if not self.policy.takes_shares:
-            raise NotWelcome("cache.share= is for a cache with policy=gain, found another; leave it out")
-        left = max(0.0, round(1 - sum(run.hello.share or 0.0 for run in self.runs.values()), 6))
-        if share > left + 1e-9:
-            raise NotWelcome(
-                f"the shares of all jobs sum to 1 at most, found cache.share={share:g} with {left:g} left"
-            )
 
     def leave(self, member: Member, now: float) -> None:
         """Remove a connection, however it ended; with its last one the run."""
@@ -342,7 +296,7 @@ class Core:
     def use(self, member: Member, epoch: int, indices: Sequence[int], now: float) -> list[Stored | None]:
         """Return what there is of samples, in an epoch or (``NOWHERE``) in that which the run began last.
 
-        It is leased to this connection until the next message from there."""
+        It is leased to this connection until its next message: pages stay as they are."""
         self.release(member)
         run, found = member.run, []
         run.seen = now
@@ -355,11 +309,15 @@ class Core:
                 entry, evicted = self.policy.use(run.name, index, now)
                 stored = self.pages.whole(entry)
                 run.states[index] = MISSED if entry is None else DONE
-                run.count(stored)
+                run.used += 1
+                run.uses += 1
+                run.hits += stored is not None
+                run.hit_bytes += 0 if stored is None else stored.num_bytes
             else:
                 stored, evicted = self._look(run, index), ()
             if stored is not None:
-                self.pages.lease(stored)
+                assert stored.whole
+                stored.leases += 1
                 member.leased.append(stored)
             self._free(evicted)
             found.append(stored)

@@ -34,8 +34,8 @@ def cached_per_batch(job: Job) -> int:
     """E_i of step S22: the fewest cached samples of a batch with which reading hides behind the rest.
 
     Reading takes T_io - h t_s where h samples are cached, and H of it is hidden: the least h with nothing
-    left, clamp(ceil((T_io - H) / t_s), 0, B_i). The formula is not legible in the source; this is what
-    follows from its text. A job without times may have a whole batch."""
+    left, clamp(ceil((T_io - H) / t_s), 0, B_i), as the formula, not legible in the source, follows from its
+    text. A job without times may have a whole batch."""
     times, batch = job.times, job.batch_size
     if times is None:
         return batch
@@ -46,17 +46,13 @@ def cached_per_batch(job: Job) -> int:
     return batch if visible >= batch * times.sample_io else min(batch, ceil(visible / times.sample_io - 1e-9))
 
 
-def gains(jobs: Iterable[Job], *, last_gain: int | None = None) -> dict[str, int]:
+def gains(jobs: Iterable[Job], *, last_gain: int = 1) -> dict[str, int]:
     """k_i of step S13, by name of the jobs whose times are known, the shortest epoch first.
 
-    A request for a slot is given so many, more the shorter an epoch.
-
-    Args:
-        last_gain: Gain of the slowest job, where it has a neighbour to ask.
-    """
+    A request for a slot is given so many; the slowest job takes ``last_gain`` where it has a neighbour."""
     epochs = sorted((job.times.epoch, job.name) for job in jobs if job.times is not None)
     found = {name: max(1, round(epochs[-1][0] / epoch)) if epoch > 0 else 1 for epoch, name in epochs}
-    if last_gain is not None and len(found) > 1:
+    if len(found) > 1:
         found[epochs[-1][1]] = last_gain
     return found
 
@@ -68,10 +64,11 @@ class Space:
     """Space of a job in the cache.
 
     Attributes:
-        current: samples for this epoch, entered in the last one, with their bytes; following: for the
-        next.
-        held: bytes of both; ahead: of those for the next epoch; idle: of that half, the unused bytes.
-        counts: of each batch of the next order, how many samples entered.
+        current: Samples for this epoch, entered in the last one, with their bytes.
+        following: Samples for the next epoch, with their bytes.
+        held, ahead: Bytes of both, and of those for the next epoch.
+        idle: Unused bytes of the half for the next epoch.
+        counts: Samples that entered, by batch of the next order.
     """
 
     def __init__(self, job: Job) -> None:
@@ -80,15 +77,16 @@ class Space:
         self.following: dict[int, int] = {}
         self.counts: dict[int, int] = {}
         self.held = self.ahead = self.idle = self.gain = self.desired = 0
-        self._seen = [0, 0]  # samples that were offered or taken, and their bytes
+        self._num_seen = self._bytes_seen = 0  # of samples that were offered
 
     def see(self, num_bytes: int) -> None:
         """Remember the size of a sample."""
-        self._seen = [self._seen[0] + 1, self._seen[1] + num_bytes]
+        self._num_seen += 1
+        self._bytes_seen += num_bytes
 
     def due(self, part: float) -> float:
         """s_i of step S21: samples of a batch that hit when a part of so many bytes is the job's alone."""
-        slots = part * self._seen[0] / self._seen[1] if self._seen[1] else float(self.job.num_samples)
+        slots = part * self._num_seen / self._bytes_seen if self._bytes_seen else float(self.job.num_samples)
         return min(slots / self.job.num_samples, 1.0) * self.job.batch_size
 
     def put(self, index: int, num_bytes: int, batch: int) -> None:
@@ -114,9 +112,7 @@ class Space:
         return num_bytes
 
     def turn(self) -> tuple[tuple[int, ...], int]:
-        """The halves change roles.
-
-        Returns: samples that were not used, and bytes that are the pool's again."""
+        """Let the halves change roles; return the samples that were not used, and the pool's bytes."""
         left, back = tuple(self.current), self.held - self.ahead + self.idle
         self.current, self.following, self.held, self.ahead, self.idle = self.following, {}, self.ahead, 0, 0
         self.counts = {}
@@ -124,13 +120,13 @@ class Space:
 
 
 class Gain:
-    """See the module; ``last_gain``: the gain of the slowest job, None as of the others."""
+    """See the module; ``last_gain``: the gain of the slowest job."""
 
     takes_shares = True
 
-    def __init__(self, capacity: int, *, last_gain: int | None = None, seed: int = 0) -> None:
+    def __init__(self, capacity: int, *, last_gain: int = 1) -> None:
         self.capacity, self.pool = capacity, capacity  # S31: all is idle
-        self._last_gain, self._drawn = last_gain, random.Random(seed)
+        self._last_gain, self._drawn = last_gain, random.Random(0)
         self.spaces: dict[str, Space] = {}
         self._list: list[Space] = []
 
@@ -209,7 +205,7 @@ class Gain:
     def _enter(self, space: Space, index: int, num_bytes: int) -> tuple[Entry, ...] | None:
         """Enter a sample that was just used into the half for the next epoch (S34 to S37).
 
-        Returns: evicted entries; None if it did not enter."""
+        Return evicted entries; None if it did not enter."""
         if space.job.times is None:  # S11: the warm-up epoch passes without cache
             return None
         place = space.progress.next_use(index)

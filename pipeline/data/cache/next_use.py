@@ -5,10 +5,9 @@ to them (A study of replacement algorithms, 1966): the sample that is used last 
 used later still is not admitted. The next use is predicted as now + positions until then x T_i / N_i, the
 soonest among the jobs that read the data.
 
-There is a heap for each job, keyed by position. Positions do not change while a job goes on, faster or slower
-than predicted, so the samples of a job keep their order, and only the last of each job are compared by time.
-Where several jobs read a sample, another may come to use it first; that is checked when the sample is the
-last.
+There is a heap for each job, keyed by position. Positions do not change while a job goes on, at whatever
+pace, so only the last sample of each job is compared by time. Where several jobs read a sample, another may
+come to use it first; that is checked when the sample is the last.
 
 What no job will use is kept for a job that may come, after all that a job will use, until ``keep`` seconds
 after the last job that reads the data has left. Time is looked at when an epoch begins or a job leaves."""
@@ -16,6 +15,7 @@ after the last job that reads the data has left. Time is looked at when an epoch
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -24,17 +24,12 @@ from .policy import MISS, NEVER, Decision, Entry, Job, JobProgress
 
 
 class Reader(JobProgress):
-    """A job and the cached samples that it is the next to use.
-
-    Attributes:
-        heap: (minus position, sample), the last used first; some items are outdated.
-        sharers: All readers of the same data, this one among them.
-    """
+    """A job and the cached samples that it is the next to use."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.heap: list[tuple[int, int]] = []
-        self.sharers: list[Reader] = []
+        self.heap: list[tuple[int, int]] = []  # (minus position, sample), last used first; some outdated
+        self.sharers: list[Reader] = []  # all readers of the same data, this one among them
 
     def next_use(self, index: int) -> int:
         # What is kept may be of a job that had more samples.
@@ -42,13 +37,11 @@ class Reader(JobProgress):
 
 
 class Expected(Reader):
-    """A job that may come, which uses each cached sample of some data after all other uses.
-
-    Attributes: until: the time at which it is expected no more; None: a job reads the data."""
+    """A job that may come, which uses each cached sample of some data after all other uses."""
 
     def __init__(self, data: str) -> None:
         super().__init__(Job(name=f"expected {data}", data=data, num_samples=0, batch_size=1))
-        self.until: float | None = None
+        self.until = math.inf  # the time at which it is expected no more; inf: a job reads the data
 
     def next_use(self, index: int) -> int:
         return index
@@ -80,11 +73,10 @@ class NextUse:
     @property
     def held(self) -> Mapping[str, int]:
         """See ``Policy``: bytes by the job that is to use them next, or is expected."""
-        held: dict[str, int] = {}
+        held = Counter[str]()
         for use in self.uses.values():
-            if use.num_bytes:
-                held[use.reader.job.name] = held.get(use.reader.job.name, 0) + use.num_bytes
-        return held
+            held[use.reader.job.name] += use.num_bytes
+        return +held
 
     def join(self, job: Job, now: float) -> None:
         if job.name in self._readers:
@@ -92,8 +84,8 @@ class NextUse:
         else:
             self._readers[job.name] = Reader(job)
             expected = self._expected.get(job.data)
-            if expected is not None and expected.until is not None and now <= expected.until:
-                expected.until = None
+            if expected is not None and now <= expected.until:
+                expected.until = math.inf
         self._regroup()
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
@@ -101,25 +93,26 @@ class NextUse:
         gone = self._expire(now)
         if name not in self._readers:
             return gone
-        reader = self._remove(name)
+        reader = self._readers[name]
         expected = self._expected.get(reader.job.data)
-        if expected is not None and reader.sharers == [expected]:
+        if expected is not None and len(reader.sharers) == 2:  # nobody else reads the data
             expected.until = now + self._keep
-        return gone + self._predict_all(reader, now)
+        return gone + self._remove(reader, now)
 
-    def _remove(self, name: str) -> Reader:
-        reader = self._readers.pop(name)
+    def _remove(self, reader: Reader, now: float) -> tuple[Entry, ...]:
+        """Remove a reader; return the entries that nobody else will use."""
+        del self._readers[reader.job.name]
         self._regroup()
         reader.sharers.remove(reader)
-        return reader
+        return self._predict_all(reader, now)
 
     def _expire(self, now: float) -> tuple[Entry, ...]:
         """Evict what was kept for jobs that did not come."""
         gone: tuple[Entry, ...] = ()
         for data, expected in list(self._expected.items()):
-            if expected.until is not None and expected.until < now:
+            if expected.until < now:
                 del self._expected[data]
-                gone += self._predict_all(self._remove(expected.job.name), now)
+                gone += self._remove(expected, now)
         return gone
 
     def begin(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from ....compression.errors import ConfigError
 from .gain import Gain
@@ -21,37 +22,29 @@ class Lru:
     def __init__(self, capacity: int, *, keep: float = 0.0) -> None:
         self.capacity, self._num_bytes, self._keep = capacity, 0, keep
         self._entries: dict[Entry, int] = {}  # bytes; what was used last comes last
-        self._data: dict[str, str] = {}  # by job
+        self._jobs: dict[str, Job] = {}
         self._until: dict[str, float] = {}  # of data that no job reads
-        self._private: set[str] = set()  # data that no other job can name
 
     @property
     def held(self) -> Mapping[str, int]:
         """See ``Policy``: bytes of a data set count for the first job that reads it."""
-        first = {data: name for name, data in reversed(self._data.items())}
-        held: dict[str, int] = {}
+        first = {job.data: job.name for job in reversed(self._jobs.values())}
+        held = Counter[str]()
         for (data, _), num_bytes in self._entries.items():
-            name = first.get(data, f"expected {data}")
-            held[name] = held.get(name, 0) + num_bytes
-        return {name: num_bytes for name, num_bytes in held.items() if num_bytes}
+            held[first.get(data, f"expected {data}")] += num_bytes
+        return +held
 
     def join(self, job: Job, now: float) -> None:
-        self._data[job.name] = job.data
-        if not job.shared:
-            self._private.add(job.data)
-        elif now <= self._until.get(job.data, -math.inf):
+        self._jobs[job.name] = job
+        if now <= self._until.get(job.data, -math.inf):
             del self._until[job.data]
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
         """See ``Policy``: what nobody reads any more is evicted, at once or later."""
-        gone, data = self._expire(now), self._data.pop(name, None)
-        if data is None or data in self._data.values():
-            return gone
-        if not self._keep or data in self._private:
-            self._private.discard(data)
-            return gone + self._evict({data})
-        self._until[data] = now + self._keep
-        return gone
+        gone, job = self._expire(now), self._jobs.pop(name, None)
+        if job is not None and all(other.data != job.data for other in self._jobs.values()):
+            self._until[job.data] = now + self._keep if self._keep and job.shared else -math.inf
+        return gone + self._expire(now)
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
@@ -61,25 +54,22 @@ class Lru:
 
     def _expire(self, now: float) -> tuple[Entry, ...]:
         over = {data for data, until in self._until.items() if until < now}
+        gone = tuple(entry for entry in self._entries if entry[0] in over)
         for data in over:
             del self._until[data]
-        return self._evict(over)
-
-    def _evict(self, data: Collection[str]) -> tuple[Entry, ...]:
-        gone = tuple(entry for entry in self._entries if entry[0] in data)
         for entry in gone:
             self.drop(entry)
         return gone
 
     def use(self, name: str, index: int, now: float) -> Decision:
-        entry = self._data[name], index
+        entry = self._jobs[name].data, index
         if entry not in self._entries:
             return MISS
         self._entries[entry] = self._entries.pop(entry)  # after all others
         return Decision(entry)
 
     def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
-        entry, evicted = (self._data[name], index), list[Entry]()
+        entry, evicted = (self._jobs[name].data, index), list[Entry]()
         if entry in self._entries:
             return Decision(entry)
         if num_bytes > self.capacity:
@@ -98,12 +88,12 @@ class Lru:
 POLICIES = ("next_use", "gain", "lru")
 
 
-def policy(name: str, capacity: int, *, keep: float = 0.0, last_gain: int | None = None) -> Policy:
+def policy(name: str, capacity: int, *, keep: float = 0.0, last_gain: int = 1) -> Policy:
     """Return a new policy for ``capacity`` bytes.
 
     Args:
         keep: Seconds for which samples stay behind the last job that reads their data; next_use and lru.
-        last_gain: Gain of the job with the longest epoch, None as of the others; gain alone.
+        last_gain: Gain of the job with the longest epoch; gain alone.
 
     Raises: ConfigError: there is none of that name, or it has no such setting."""
     if name not in POLICIES:
@@ -112,6 +102,6 @@ def policy(name: str, capacity: int, *, keep: float = 0.0, last_gain: int | None
         if keep:
             raise ConfigError("keep= is for policy=next_use and policy=lru, found policy=gain; leave it out")
         return Gain(capacity, last_gain=last_gain)
-    if last_gain is not None:
+    if last_gain != 1:
         raise ConfigError(f"last_gain= is for policy=gain, found policy={name}; leave it out")
     return (NextUse if name == "next_use" else Lru)(capacity, keep=keep)

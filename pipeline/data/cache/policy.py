@@ -1,7 +1,6 @@
 """Interface of the eviction policies, and the progress of a job, by which two of them predict.
 
-A policy is pure: no clock, no file, no thread. The broker and the simulator drive the same objects and pass
-the time. A sample is used first; if the policy does not have it, it is loaded and then offered.
+A policy is pure: its caller passes the time. A sample is used first; one that is missed is then offered.
 
 Source: docs/sources.md, system D."""
 
@@ -44,9 +43,8 @@ class Job:
     """One training run: its ranks and loading workers together read each sample once an epoch.
 
     Attributes:
-        data: Jobs that name the same data read the same samples under the same indices.
+        data: Name of its samples; other jobs may read the same if it is ``shared``.
         times: None until the warm-up epoch is over.
-        shared: Whether other jobs may name the same data.
         share: M_i, the part of the cache that is this job's; None: what the others leave, in equal parts.
     """
 
@@ -78,41 +76,28 @@ class Policy(Protocol):
     @property
     def held(self) -> Mapping[str, int]:
         """Bytes by the job that they are kept for, also an expected one; jobs without any are not named."""
-        ...
 
     def join(self, job: Job, now: float) -> None:
         """Add a job, or replace what is known of it: its times were measured."""
-        ...
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
-        """Remove a job, if there is one of the name. Returns: evicted entries, other jobs' too."""
-        ...
+        """Remove a job, if there is one of the name; return evicted entries, other jobs' too."""
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
     ) -> tuple[Entry, ...]:
-        """Begin an epoch of a job.
+        """Begin an epoch of a job with this ``order`` of its samples; return evicted entries.
 
-        Args:
-            order: Samples that the job will use in it, each once.
-            following: Those of the next epoch; None if this is the last.
-
-        Returns:
-            Evicted entries.
-        """
-        ...
+        ``following``: the order of the next epoch; None if this is the last."""
 
     def use(self, name: str, index: int, now: float) -> Decision:
         """Count a use of a sample, once an epoch, in about the announced order."""
-        ...
 
     def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
         """Offer a sample that was loaded because ``use`` missed it; a cached one keeps its entry."""
-        ...
 
     def drop(self, entry: Entry) -> None:
         """Forget an entry: its sample changed, or its bytes could not be kept."""
-        ...
 
 
 NEVER = -1
@@ -123,17 +108,15 @@ class JobProgress:
     """A job on its way through its epochs. Positions count on from epoch to epoch.
 
     Attributes:
-        first: Position of the first sample of this epoch.
-        length: Number of samples of this epoch.
+        first, length: Position of the first sample of this epoch, and number of its samples.
         passed: Number of samples used so far in all epochs, which is the job's position.
-        last_use: Time of the last use.
         pace: Seconds of a sample: of the last whole epoch; before there is one, of the measured warm-up epoch
             or of the uses so far; None: less than a batch was used.
     """
 
     def __init__(self, job: Job) -> None:
         self.first = self.length = self.passed = self._batches = 0
-        self.last_use = self._begin = 0.0
+        self._last_use = self._begin = 0.0
         self._place = array("q", [NEVER]) * job.num_samples
         self._later: array[int] | None = None
         self._used = bytearray(job.num_samples)
@@ -148,9 +131,7 @@ class JobProgress:
             self.pace = job.times.epoch / job.num_samples
 
     def begin(self, order: Sequence[int], following: Sequence[int] | None, now: float) -> bool:
-        """Begin an epoch.
-
-        Returns: whether the last epoch was gone through, and announced this one as its following."""
+        """Begin an epoch; return whether the last one was gone through, and announced this one."""
         place = self._places(order)
         whole = self.length > 0 and self.passed == self.first + self.length
         if whole:
@@ -161,7 +142,7 @@ class JobProgress:
         self.passed, self.length = self.first, len(order)
         self._place, self._later = place, None if following is None else self._places(following)
         self._used = bytearray(self.job.num_samples)
-        self._begin = self.last_use = now
+        self._begin = self._last_use = now
         return as_announced
 
     def _places(self, order: Sequence[int]) -> array[int]:
@@ -171,7 +152,7 @@ class JobProgress:
 
     def use(self, index: int, now: float) -> None:
         """Count a use of a sample, once an epoch."""
-        self.last_use = now
+        self._last_use = now
         if not self._used[index]:
             self._used[index] = 1
             self.passed += 1
@@ -199,5 +180,5 @@ class JobProgress:
         It counts from the last use, which is exact for a reader of whole batches. A job that has not come for
         longer than a batch takes is standing, and goes on from now."""
         pace = default_pace if self.pace is None else self.pace
-        since = max(self.last_use, now - self._batch * pace)
+        since = max(self._last_use, now - self._batch * pace)
         return since + max(0, position - self.passed) * pace

@@ -16,7 +16,7 @@ def job(name: str, *, epoch: float | None = 10.0, **times: float) -> Job:
     return Job(name=name, data=name, num_samples=4, batch_size=2, times=told)
 
 
-def gain(slots: float, *jobs: Job, last_gain: int | None = None) -> tuple[Watched, Gain]:
+def gain(slots: float, *jobs: Job, last_gain: int = 1) -> tuple[Watched, Gain]:
     """A cache of so many slots of 10 bytes, and jobs in their first epoch."""
     policy = Gain(int(10 * slots), last_gain=last_gain)
     kept = Watched(policy)
