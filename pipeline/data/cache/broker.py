@@ -1,16 +1,12 @@
 """The broker: a thread for each connection that moves bytes into shared memory, and asks ``core.py``.
 
-A connection that has sent half a message, or does not read its answers, keeps its own thread waiting and
-nobody else: the lock of the core is never held while a socket is read or written. A malformed message ends
-its connection, with one line; nothing else happens.
+The lock of the core is never held while a socket is read or written, so a connection that stops in the middle
+of a message keeps only its own thread waiting. A malformed message ends its connection, with one line.
 
 The broker alone writes the shared memory, which has no name, so nothing stays behind of it. The kernel seals
-it: no process that is given it can change its size or map it for writing, not even by way of /proc. Source:
-the manual pages memfd_create(2) and fcntl(2) of Linux, F_SEAL_FUTURE_WRITE.
-
-The system tells who is at the other end of a socket, so both ends refuse another user. A socket whose broker
-was killed is taken over; its folder is the lock, so two brokers that start at once do not take it from each
-other."""
+it: no process that is given it can change its size or map it for writing, not even by way of /proc (Linux's
+memfd_create(2) and fcntl(2), F_SEAL_FUTURE_WRITE). A socket whose broker was killed is taken over; its folder
+is the lock, so two brokers that start at once do not take it from each other."""
 
 from __future__ import annotations
 
@@ -36,7 +32,6 @@ from .wire import (
     LONGEST_CONTROL,
     NOWHERE,
     OFFERED,
-    PAGE_BYTES,
     Hello,
     Kind,
     Welcome,
@@ -63,10 +58,9 @@ _GROUP_FILES = {
 
 
 class SharedMemory:
-    """Memory of ``num_bytes`` that this process writes.
+    """Memory of ``num_bytes`` that this process writes by ``view``.
 
-    Attributes: view: its bytes.
-    Raises:     ConfigError: the machine has not so much."""
+    Raises: ConfigError: the machine has not so much."""
 
     def __init__(self, num_bytes: int) -> None:
         room = available()
@@ -79,7 +73,11 @@ class SharedMemory:
         try:
             os.ftruncate(self._file, num_bytes)
             self._map = mmap.mmap(self._file, num_bytes)
-            _seal(self._file)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            try:
+                fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+            except OSError:  # an older kernel: clients that can only read are trusted not to reopen it
+                fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
         except (OSError, OverflowError, ValueError) as error:
             os.close(self._file)
             why = reason(error) if isinstance(error, OSError) else str(error)
@@ -91,18 +89,10 @@ class SharedMemory:
         return os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Give it up; those who read it keep it until they do, too."""
+        """Let go of it; those who read it keep it until they do, too."""
         self.view.release()
         self._map.close()
         os.close(self._file)
-
-
-def _seal(file: int) -> None:
-    fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    try:
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fixed | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-    except OSError:  # an older kernel: clients that can only read are trusted not to reopen it
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fixed)
 
 
 def available(root: Path = Path("/")) -> int:
@@ -204,31 +194,22 @@ def _refuse_living(path: Path) -> None:
 
 
 class Broker:
-    """Answers at ``listener``, in threads of its own, until it is closed.
+    """Answers at ``listener``, in threads, until it is closed.
 
-    Args:
-        tell: Hears one line of every connection that is refused or ended for what it sent.
-    """
+    ``tell`` hears one line of every connection that is refused or ended for what it sent."""
 
     def __init__(
-        self,
-        listener: socket.socket,
-        core: Core,
-        memory: SharedMemory,
-        *,
-        tell: Callable[[str], None],
-        most_connections: int = MOST_CONNECTIONS,
+        self, listener: socket.socket, core: Core, memory: SharedMemory, *, tell: Callable[[str], None]
     ) -> None:
         self.core, self._memory, self._listener, self._tell = core, memory, listener, tell
         self._lock = threading.Lock()  # of the core, and of what is written into the memory
-        self._free = threading.Semaphore(most_connections)
+        self._free = threading.Semaphore(MOST_CONNECTIONS)
         self._threads: dict[threading.Thread, socket.socket] = {}
         self._closed = threading.Event()
         self._accepting = threading.Thread(target=self._accept, name="penstock-listener", daemon=True)
         self._accepting.start()
 
     def _accept(self) -> None:
-        """Take connections until the broker is closed."""
         while True:
             self._free.acquire()
             try:
@@ -383,16 +364,11 @@ class Broker:
 
 @contextlib.contextmanager
 def serving(
-    path: Path,
-    policy: Policy,
-    *,
-    tell: Callable[[str], None],
-    page_bytes: int = PAGE_BYTES,
-    alone: bool = False,
+    path: Path, policy: Policy, *, tell: Callable[[str], None], page_bytes: int, alone: bool = False
 ) -> Iterator[Broker]:
     """Run a block with a broker at ``path`` that has memory of the policy's capacity; nothing is left behind.
 
-    Args: alone: runs take turns for their first epoch.
+    ``alone``: runs take turns for their first epoch.
     Raises: ConfigError: the machine has not the memory, or the path is taken."""
     num_pages = policy.capacity // page_bytes
     if not num_pages:

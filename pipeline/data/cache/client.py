@@ -1,7 +1,7 @@
 """A training process's side of the sample cache: what is there comes as copies; nothing ever fails for it.
 
 Without a broker, or with one that dies or stops, every sample is None, that is told once, and the cache comes
-back by itself when a broker does. A forked process has a connection of its own, and so has a pickled copy."""
+back when a broker does. A forked process has a connection of its own, and so has a pickled copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from .policy import Times
 from .wire import (
     LEASED,
     LONGEST_CONTROL,
-    LONGEST_STAMP,
     LONGEST_STATE,
     NOWHERE,
     OFFERED,
@@ -39,12 +38,8 @@ from .wire import (
     unpack_words,
 )
 
-_RETRY_SECONDS = 1.0
-"""How long until a broker that is away is looked for again."""
-
-_GRACE_SECONDS = 0.05
-"""How long one that was found again may take to answer before training goes on."""
-
+_RETRY_SECONDS = 1.0  # until a broker that is away is looked for again
+_GRACE_SECONDS = 0.05  # that one which is back may take to answer before training goes on
 _BATCH_BYTES = 8 << 20
 
 Bytes = bytes | bytearray | memoryview
@@ -63,21 +58,16 @@ class NotTaken(Exception):
 
 
 class Link:
-    """A connection to the broker at ``path``.
-
-    Args:
-        timeout: Seconds that a piece of an answer may take, and that anything sent may take to be taken.
-        patience: The same for connecting, and for the answer to the hello.
+    """A connection to the broker at ``path``, whose answers may take ``timeout`` seconds.
 
     Raises: OSError, TransportError, from all its methods: the broker is gone, stopped, or none of ours.
     """
 
-    def __init__(self, path: Path, timeout: float, *, patience: float | None = None) -> None:
-        self._timeout, self._view = timeout, memoryview(b"")
-        self._socket = connect(path, timeout if patience is None else patience)
+    def __init__(self, path: Path, timeout: float) -> None:
+        self._socket, self._view = connect(path, timeout), memoryview(b"")
 
     def send(self, kind: Kind, *body: Bytes) -> None:
-        """Send a message that has no answer."""
+        """Send a message."""
         send(self._socket, bytes([kind]), *body)
 
     def ask(self, kind: Kind, *body: Bytes, longest: int) -> bytearray:
@@ -85,8 +75,8 @@ class Link:
         self.send(kind, *body)
         return receive(self._socket, longest)
 
-    def join(self, hello: Hello) -> None:
-        """Say whose connection it is, and map the shared memory.
+    def join(self, hello: Hello, timeout: float) -> None:
+        """Say whose connection it is, and map the shared memory; later answers may take ``timeout`` seconds.
 
         Raises: NotTaken: the broker refuses."""
         answer = self.ask(Kind.HELLO, pack_json(hello), longest=LONGEST_CONTROL)
@@ -103,7 +93,7 @@ class Link:
             for file in files:
                 os.close(file)
         self._num_pages, self._page_bytes = welcome.num_pages, welcome.page_bytes
-        self._socket.settimeout(self._timeout)
+        self._socket.settimeout(timeout)
         # Untouched, and freed: glibc then keeps twice as much, see mallopt(3). It would else give every batch
         # of copies back to the system, whose fresh pages cost several times the copying.
         bytes(_BATCH_BYTES)
@@ -129,7 +119,7 @@ class Link:
         return found
 
     def store(self, epoch: int, samples: Sequence[tuple[int, Bytes, bytes]]) -> int:
-        """Offer samples (index, bytes, stamp) and send those that are accepted. Returns: how many were."""
+        """Offer samples (index, bytes, stamp), and send those that are accepted; return how many were."""
         views = [memoryview(data).cast("B") for _, data, _ in samples]
         rows = zip(samples, views, strict=True)
         offers = [OFFERED.pack(index, len(view), stamp) for (index, _, stamp), view in rows]
@@ -137,9 +127,10 @@ class Link:
         if len(answer) != len(samples):
             raise ConnectionError(f"the broker answers for {len(answer)} samples of {len(samples)}")
         accepted = [view for view, wanted in zip(views, answer, strict=True) if wanted]
-        if filled := [view for view in accepted if len(view)]:
-            for view in filled:
-                send(self._socket, view)
+        filled = [view for view in accepted if len(view)]
+        for view in filled:
+            send(self._socket, view)
+        if filled:
             receive(self._socket, 0)
         return len(accepted)
 
@@ -158,12 +149,11 @@ class Link:
 
 
 class Client:
-    """One connection of a run; for one thread at a time.
+    """One connection of a run to the broker at ``path``; for one thread at a time.
 
     Args:
-        path: The broker's socket.
         timeout: Seconds after which a broker that does not answer counts as gone.
-        tell: Is told once why there is no cache; to be pickled, so a function with a name.
+        tell: Is told once why there is no cache; a function that can be pickled.
     """
 
     def __init__(
@@ -176,12 +166,9 @@ class Client:
         self._reset()
 
     def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
-        """Begin an epoch.
+        """Begin an epoch, in which the whole run uses the samples ``order``, each once.
 
-        Args:
-            order: Samples that the whole run uses in it, each once, as far as they are known.
-            following: Those of the next epoch; None if this is the last.
-        """
+        ``following``: those of the next epoch; None if this is the last."""
         self._begun = epoch, order, following
         self._check(max(len(order), len(following or ())))
         self._ask(self._send_begun, None, repeats=True)
@@ -198,9 +185,7 @@ class Client:
     def use(self, indices: Sequence[int], *, epoch: int | None = None) -> list[Hit | None]:
         """Return copies of what there is of ``indices``, best a whole batch; None: read it, and ``store`` it.
 
-        Args:
-            epoch: None: that which the run began last, in whatever process.
-        """
+        ``epoch``: None is that which the run began last, in whatever process."""
         once = list(dict.fromkeys(indices))
         self._check(max(once, default=-1) + 1)
         if not once:
@@ -218,23 +203,11 @@ class Client:
         *,
         epoch: int | None = None,
     ) -> int:
-        """Offer samples that were not there and were read.
+        """Offer samples that were not there and were read; return how many the cache took.
 
-        Args:
-            stamps: At most 64 bytes each, by which whoever gets the sample sees whether it is still true.
-
-        Returns:
-            How many the cache took.
-        """
-        stamps = [b""] * len(indices) if stamps is None else stamps
-        fits = len(indices) == len(payloads) == len(stamps)
-        if not fits or max(map(len, stamps), default=0) > LONGEST_STAMP:
-            raise ValueError(f"as many samples as payloads and stamps, of {LONGEST_STAMP} bytes at most each")
-        samples = [
-            sample
-            for sample in zip(indices, payloads, stamps, strict=True)
-            if memoryview(sample[1]).nbytes < NOWHERE
-        ]
+        ``stamps``: up to 64 bytes each, by which whoever gets the sample sees whether it is still true."""
+        rows = zip(indices, payloads, stamps or [b""] * len(indices), strict=True)
+        samples = [row for row in rows if memoryview(row[1]).nbytes < NOWHERE]
         return self._ask(lambda link: link.store(NOWHERE if epoch is None else epoch, samples), 0)
 
     def drop(self, index: int, stamp: bytes) -> None:
@@ -252,7 +225,7 @@ class Client:
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_link", "_process", "_next_try", "_is_new")
+        left_out = ("_link", "_next_try", "_is_new")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -270,12 +243,10 @@ class Client:
     def _begin_here(self) -> None:
         """Close, in a child, the copies of what belongs to the parent."""
         self.close()
-        self._next_try, self._is_new, self._process = 0.0, True, os.getpid()
+        self._next_try, self._is_new = 0.0, True
 
     def _check(self, num_samples: int) -> None:
-        """Do without the cache from now on if the data set has grown.
-
-        The broker would take a number beyond it for a mistake, and close."""
+        """Do without the cache from now on if the data set has grown: the broker would refuse the number."""
         limit = self._hello.num_samples
         if num_samples > limit and not self._refused:
             self._refused = True
@@ -285,8 +256,6 @@ class Client:
 
     def _ask(self, ask: Callable[[Link], _T], otherwise: _T, *, repeats: bool = False) -> _T:
         """Ask the broker, or go on with ``otherwise``; ``repeats``: a new connection has sent it already."""
-        if self._process != os.getpid():  # forked without Python's knowledge
-            self._begin_here()
         try:
             before = self._link
             link = self._connected()
@@ -308,10 +277,9 @@ class Client:
         if self._link is not None or self._refused or time.monotonic() < self._next_try:
             return self._link
         # The first time it is waited for; later one that is stopped shall not stop training every second.
-        patience = self._timeout if self._is_new else _GRACE_SECONDS
-        link = Link(self._path, self._timeout, patience=patience)
+        link = Link(self._path, self._timeout if self._is_new else _GRACE_SECONDS)
         try:
-            link.join(self._hello)
+            link.join(self._hello, self._timeout)
             self._send_measured(link)
             self._send_begun(link)
         except BaseException:
@@ -344,8 +312,6 @@ class Client:
 
 
 def state_of(path: Path, *, timeout: float) -> dict[str, Any]:
-    """Ask the broker at ``path`` what a person wants to see.
-
-    Raises: OSError: it is not there, or does not answer."""
+    """Return what a person sees of the broker at ``path``; raises OSError where none answers."""
     with contextlib.closing(Link(path, timeout)) as link:
         return unpack_json(link.ask(Kind.STATUS, longest=LONGEST_STATE))

@@ -1,7 +1,7 @@
 """Samples in a Redis server, for jobs on several machines, asked like the client of a broker.
 
-The server keeps what fits by its own policy (``maxmemory`` and ``maxmemory-policy``): it knows no orders, so
-there is no next use, and nobody is told of epochs. Without it samples are read as ever, and that is told."""
+The server keeps what fits by its own ``maxmemory-policy``, and knows no orders and no epochs. Without it
+samples are read as ever, and that is told."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RedisClient:
         """Nobody asks."""
 
     def has_turn(self) -> bool:
-        """Return True: nobody waits for another run."""
+        """Nobody waits for another run."""
         return True
 
     def measured(self, times: Times) -> None:
@@ -57,17 +57,14 @@ class RedisClient:
         *,
         epoch: int | None = None,
     ) -> int:
-        """Hand samples to the server. Returns: how many it took."""
-        stamps = [b""] * len(indices) if stamps is None else stamps
-        values = {
-            f"{self._prefix}{index}": _value(payload, stamp)
-            for index, payload, stamp in zip(indices, payloads, stamps, strict=True)
-        }
+        """Hand samples to the server; return how many it took."""
+        rows = list(zip(indices, payloads, stamps or [b""] * len(indices), strict=True))
 
         def put(server: Any) -> Any:
             with server.pipeline(transaction=False) as several:
-                for key, value in values.items():
-                    several.set(key, value)
+                for index, payload, stamp in rows:
+                    rest = bytes([len(stamp)]) + stamp + payload
+                    several.set(f"{self._prefix}{index}", xxhash.xxh3_64_digest(rest) + rest)
                 return several.execute(raise_on_error=False)
 
         return sum(done is True for done in self._ask(put) or ())
@@ -115,11 +112,6 @@ class RedisClient:
                 why = " ".join(str(error).split())
                 self._tell(f"training goes on without the sample cache: {self._url}: {why}")
             return None
-
-
-def _value(payload: bytes, stamp: bytes) -> bytes:
-    rest = bytes([len(stamp)]) + stamp + payload
-    return xxhash.xxh3_64_digest(rest) + rest
 
 
 def _hit(value: bytes | None) -> Hit | None:

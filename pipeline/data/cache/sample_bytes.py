@@ -9,7 +9,7 @@ import json
 import struct
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from ....compression.codec import decode, encode
 from ....compression.errors import CodecError, PenstockError
 from ....stages.device import CPU
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 _LENGTH = struct.Struct("<I")
 _EVERY = 64  # bytes: buffers begin at a multiple of so many
 _PLAIN = (bool, int, float, str, type(None))
@@ -28,7 +25,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def to_bytes(sample: Any) -> bytes | None:
     """Return the bytes of a sample; None where it holds what might come back otherwise."""
-    buffers: list[bytes] = []
+    buffers = list[bytes]()
     try:
         header = json.dumps(_describe(sample, buffers), allow_nan=False).encode()
     except (_NotPlain, ValueError, CodecError):
@@ -42,9 +39,7 @@ def to_bytes(sample: Any) -> bytes | None:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the sample that ``to_bytes`` was given.
-
-    Raises: PenstockError: they are the bytes of none."""
+    """Return the sample that ``to_bytes`` was given; raises PenstockError for the bytes of none."""
     try:
         (length,) = _LENGTH.unpack_from(data)
         end = _LENGTH.size + length
@@ -88,10 +83,13 @@ def _describe(item: Any, buffers: list[bytes]) -> Any:
     if kind is torch.Tensor:
         return ["tensor", _append(_frame(item), buffers)]
     if kind is np.ndarray:
-        return ["array", item.dtype.str, list(item.shape), _append(_contiguous(item), buffers)]
+        if item.dtype.kind not in "biufc" or not item.flags.c_contiguous or item.dtype.byteorder == ">":
+            raise _NotPlain
+        return ["array", item.dtype.str, list(item.shape), _append(item.tobytes(), buffers)]
     if isinstance(item, np.generic) and item.dtype.kind in "biufc":
         return ["scalar", item.dtype.str, _append(item.tobytes(), buffers)]
-    if _is_plain_image(item):
+    module = sys.modules.get("PIL.Image")
+    if module is not None and kind is module.Image and not item.info and item.palette is None:
         return ["image", item.mode, list(item.size), _append(item.tobytes(), buffers)]
     raise _NotPlain
 
@@ -103,15 +101,14 @@ def _restore(description: Sequence[Any], buffers: _Buffers) -> Any:
     if kind == "number":
         return float.fromhex(known[0])
     if kind in ("tuple", "list"):
-        made = [_restore(one, buffers) for one in known[0]]
-        return tuple(made) if kind == "tuple" else made
+        items = [_restore(one, buffers) for one in known[0]]
+        return tuple(items) if kind == "tuple" else items
     if kind == "dict":
         return {name: _restore(one, buffers) for name, one in known[0]}
     if kind == "bytes":
         return bytes(buffers.next(known[0]))
     if kind == "tensor":
-        frame = torch.frombuffer(bytearray(buffers.next(known[0])), dtype=torch.uint8)
-        return decode(frame)
+        return decode(torch.frombuffer(bytearray(buffers.next(known[0])), dtype=torch.uint8))
     if kind == "array":
         dtype, shape, length = known
         return np.frombuffer(bytearray(buffers.next(length)), dtype=dtype).reshape(shape)
@@ -136,18 +133,6 @@ def _frame(tensor: torch.Tensor) -> bytes:
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         raise _NotPlain
     frame = encode(tensor, codec="raw")
-    back = decode(frame)
-    if back is None or back.stride() != tensor.stride():  # overlapping, or far apart
+    if (back := decode(frame)) is None or back.stride() != tensor.stride():  # overlapping, or far apart
         raise _NotPlain
     return frame.numpy().tobytes()
-
-
-def _contiguous(array: np.ndarray[Any, Any]) -> bytes:
-    if array.dtype.kind not in "biufc" or not array.flags.c_contiguous or array.dtype.byteorder == ">":
-        raise _NotPlain
-    return array.tobytes()
-
-
-def _is_plain_image(item: Any) -> TypeGuard[Image]:
-    module = sys.modules.get("PIL.Image")
-    return module is not None and type(item) is module.Image and not item.info and item.palette is None

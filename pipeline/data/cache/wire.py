@@ -64,10 +64,8 @@ class Hello:
     """Identity of a connection. Those with the same job and run are one reader of each sample.
 
     Attributes:
-        job: Name that a person sees.
-        run: Tells two runs of one name apart.
+        job, run: Name that a person sees; and what tells two runs of one name apart.
         data: Data set, and how it was read and decoded: the same name gets the same bytes.
-        epochs: Number of epochs there will be.
         share: Part of the cache that is the job's; None: what others leave, in equal parts.
     """
 
@@ -114,7 +112,7 @@ def receive(connection: socket.socket, longest: int) -> bytearray:
 
     Raises:
         TransportError: It has more than ``longest`` bytes.
-        OSError: The other end is gone, or silent for longer than the timeout of the socket.
+        OSError: The other end is gone or silent.
     """
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     if length > longest:
@@ -133,9 +131,7 @@ def _read(connection: socket.socket, num_bytes: int) -> bytearray:
 
 
 def kind_of(message: bytearray) -> Kind:
-    """Return the kind of a client's message.
-
-    Raises: TransportError: there is none of that number."""
+    """Return the kind of a client's message; raises TransportError where there is none of that number."""
     try:
         return Kind(message[0] if message else 0)
     except ValueError:
@@ -149,9 +145,7 @@ def pack_json(value: Any) -> bytes:
 
 
 def unpack_json(body: bytes | bytearray | memoryview, kind: Any = None) -> Any:
-    """Return the object of JSON in a body, as the dataclass ``kind`` if there is one.
-
-    Raises: TransportError: it does not fit."""
+    """Return the JSON of a body, as the dataclass ``kind`` if given; raises TransportError on a misfit."""
     try:
         value = json.loads(bytes(body))
         return value if kind is None else read(kind, value, kind.__name__)
@@ -179,9 +173,7 @@ def pages_of(num_bytes: int, page_bytes: int) -> int:
 
 
 def pieces(pages: Iterable[int], num_bytes: int, page_bytes: int) -> list[tuple[int, int]]:
-    """Return (start, end) in the shared memory of each piece of a sample's bytes, in order.
-
-    Pages side by side are one piece."""
+    """Return (start, end) in the shared memory of each run of a sample's pages, in order."""
     found: list[tuple[int, int]] = []
     for page in pages:
         size = min(num_bytes, page_bytes)
@@ -207,9 +199,7 @@ def is_ours(connection: socket.socket) -> bool:
 
 
 def connect(path: Path, timeout: float | None) -> socket.socket:
-    """Connect to the broker at ``path``; with ``timeout`` 0 without any wait.
-
-    Raises: OSError: nobody is there. PermissionError: another user's process is."""
+    """Connect to the broker at ``path``; raises OSError where nobody is there, or another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)

@@ -12,7 +12,7 @@ import time
 import pytest
 from brokers import PAGE, SOON, Said, broker_thread, client, payload, state, watched_lru, within
 
-from penstock.pipeline.data.cache.broker import Broker
+from penstock.pipeline.data.cache import broker
 from penstock.pipeline.data.cache.client import Hit
 from penstock.pipeline.data.cache.wire import NOWHERE, OFFERED, Kind, pack_json, pack_words
 
@@ -225,8 +225,7 @@ def test_a_thread_that_the_system_refuses_ends_its_connection_and_no_broker(path
 
 
 def test_no_more_than_so_many_connections_are_taken(tmp_path, monkeypatch):
-    usual = Broker.__init__.__kwdefaults__ or {}
-    monkeypatch.setattr(Broker.__init__, "__kwdefaults__", {**usual, "most_connections": 2})
+    monkeypatch.setattr(broker, "MOST_CONNECTIONS", 2)
     path = tmp_path / "cache.sock"
     with broker_thread(path):
         first, second = raw(path, message(Kind.STATUS)), raw(path, message(Kind.STATUS))

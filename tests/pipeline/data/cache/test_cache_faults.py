@@ -173,12 +173,6 @@ def test_a_batch_is_one_round_trip_and_the_orders_of_an_epoch_are_sent_by_one_co
             each.close()
 
 
-@pytest.mark.parametrize("wrong", [([1], [], None), ([1], [b""], []), ([1], [b""], [b"x" * 65])])
-def test_lists_that_do_not_fit_are_an_error_of_the_caller(path, wrong):
-    with pytest.raises(ValueError, match="as many samples as payloads and stamps"):
-        client(path).store(*wrong)
-
-
 def started(work, *values):
     """A forked process that has said that it is ready, and then waits."""
     ready = FORK.Event()
