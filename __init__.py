@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .pipeline.checkpoint import newest as newest
     from .pipeline.checkpoint import save as save
     from .pipeline.data.cached import cached as cached
-    from .pipeline.data.epochs import Loader as Loader
+    from .pipeline.data.loader import Loader as Loader
     from .pipeline.distributed.launcher import init as init
     from .pipeline.distributed.threads import in_threads as in_threads
     from .pipeline.integrations.data_parallel import FsdpAllGather as FsdpAllGather
@@ -86,7 +86,7 @@ _HOMES = {
     "save": "pipeline.checkpoint",
     "load": "pipeline.checkpoint",
     "newest": "pipeline.checkpoint",
-    "Loader": "pipeline.data.epochs",
+    "Loader": "pipeline.data.loader",
     "Report": "pipeline.runtime.report",
     "init": "pipeline.distributed.launcher",
     "in_threads": "pipeline.distributed.threads",

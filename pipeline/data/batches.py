@@ -1,12 +1,10 @@
 """One batch of a run, read by its place in the order: the same bytes in whatever process, by one thread.
 
-The order belongs to (seed, epoch), and what a sample draws (a crop, a mix of two) to the batch: neither may
-come from a generator that anything else touches, or a run would depend on how it is cut, on how many
-processes load for it, and on whether it was stopped in between."""
+The order belongs to (seed, epoch), and what a sample draws (a crop, a mix of two) to the batch, so that a run
+does not depend on how it is cut, on how many processes load for it, and on whether it was stopped."""
 
 from __future__ import annotations
 
-import functools
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -39,15 +37,12 @@ class PartTable(Protocol):
     def __len__(self) -> int: ...
     def inputs_of(self, indices: Tensor) -> Tensor:
         """Return the inputs of the samples with these numbers (int64, one dimension)."""
-        ...
 
     def targets_of(self, indices: Tensor) -> Tensor:
         """Return their targets."""
-        ...
 
     def form(self, number: int) -> tuple[Tensor, Tensor]:
         """Return a batch of so many samples without memory, on the meta device."""
-        ...
 
 
 @runtime_checkable
@@ -57,24 +52,9 @@ class StreamTable(Protocol):
     def __len__(self) -> int: ...
     def stream(self, epoch: int) -> Iterator[Any]:
         """Begin an epoch anew; yields single samples."""
-        ...
 
     def collate(self, samples: list[Any]) -> tuple[Any, Any]:
         """Return the inputs and targets of a batch of them."""
-        ...
-
-
-def batch_of(table: Table, indices: Tensor) -> tuple[Any, Any]:
-    """Return inputs and targets of the samples with these numbers."""
-    if isinstance(table, PartTable):
-        return table.inputs_of(indices), table.targets_of(indices)
-    if hasattr(table, "batch"):
-        return table.batch(indices)
-    inputs, targets = default_collate([table[index] for index in indices.tolist()])
-    return inputs, targets
-
-
-# Batches.
 
 
 class BatchIndex(NamedTuple):
@@ -100,7 +80,7 @@ class Needs:
 
 
 class BrokenSample(NamedTuple):
-    """A sample that could not be read: where, and what its table raised."""
+    """A sample that could not be read, and what its table raised."""
 
     split: str
     sample: int
@@ -114,8 +94,8 @@ class BrokenSample(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """A batch (None: nothing of it can be read), what was left out of it, the seconds it took, and of these
-    what came through a cache, with what the cache has to say to people."""
+    """A batch (None: nothing of it can be read), what was left out of it, and the seconds it took; what
+    came through a cache, and what the cache has to say to people."""
 
     batch: tuple[Any, Any] | None
     broken: tuple[BrokenSample, ...]
@@ -128,10 +108,11 @@ class LoadedBatch(NamedTuple):
 class BatchReader:
     """Reads batches by ``BatchIndex``; travels to the processes that load ahead, where it goes on by itself.
 
-    Args:    tables: by the name of the split; ``shuffled``: the splits whose order is drawn.
-             skips: whether samples that cannot be read are left out of their batch.
-             through: what brings the samples of a split through a cache; epochs: of the run, for that;
-             used: of a split, the samples of an epoch that the run uses, if it is not all."""
+    Args:
+        tables: By the name of the split; ``shuffled``: the splits whose order is drawn.
+        skips: Leave samples that cannot be read out of their batch.
+        through: Brings the samples of a split through a cache.
+        epochs, used: Epochs of the run, and samples of each that it uses (None: all), for the cache."""
 
     tables: dict[str, Table]
     batch_size: int
@@ -146,60 +127,62 @@ class BatchReader:
     _streams: dict[str, tuple[int, int, Iterator[Any]]] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, place: BatchIndex) -> LoadedBatch:
-        began = time.perf_counter()
-        table, through, before = self.tables[place.split], self.through.get(place.split), Counts()
+        began, split = time.perf_counter(), place.split
+        table, through, before = self.tables[split], self.through.get(split), Counts()
         if through is not None:
-            before = through.counts
-            orders, next_one = functools.partial(self._used, place.split), place.epoch + 1
-            through.begin(place.epoch, orders, last=self.epochs is not None and next_one >= self.epochs)
+            before, last = through.counts, self.epochs is not None and place.epoch + 1 >= self.epochs
+            through.begin(
+                place.epoch, lambda epoch: self.order(split, epoch)[: self.used].tolist(), last=last
+            )
         if isinstance(table, StreamTable):
             batch, broken = self._next(table, place)
         else:
-            indices = self.order(place.split, place.epoch).split(self.batch_size)[place.number]
-            batch, broken = self._read(table, indices, place)
-        if get_worker_info() is not None and (told := _stuck(batch)):
-            batch, broken = None, (_broken(TypeError(told), table, place, 0),)
-        if through is None:
-            return LoadedBatch(batch, broken, time.perf_counter() - began)
-        counts, notes = through.counts.less(before), through.take_notes()
+            batch, broken = self._read(table, self.order(split, place.epoch), place)
+        if get_worker_info() is not None and (reason := _stuck(batch)):
+            batch, broken = None, (_broken(TypeError(reason), table, place, 0),)
+        counts, notes = (through.counts.less(before), through.take_notes()) if through else (before, ())
         return LoadedBatch(batch, broken, time.perf_counter() - began, counts, notes)
-
-    def _used(self, split: str, epoch: int) -> list[int]:
-        """The samples of an epoch that the run uses."""
-        return self.order(split, epoch)[: self.used].tolist()
 
     def order(self, split: str, epoch: int) -> Tensor:
         """Return the samples of an epoch in their order, int64."""
-        key = split, epoch if split in self.shuffled else 0
+        drawn, number = split in self.shuffled, len(self.tables[split])
+        key = split, epoch if drawn else 0
         if key not in self._orders:
             for old in [one for one in self._orders if one[0] == split][:-1]:  # an epoch, and the next one
                 del self._orders[old]
-            number = len(self.tables[split])
-            drawn = split in self.shuffled
-            self._orders[key] = (
-                order_of(number, seed=self.seed, epoch=epoch) if drawn else torch.arange(number)
-            )
+            new = order_of(number, seed=self.seed, epoch=epoch) if drawn else torch.arange(number)
+            self._orders[key] = new
         return self._orders[key]
 
     def _read(
-        self, table: Table, indices: Tensor, place: BatchIndex
+        self, table: Table, order: Tensor, place: BatchIndex
     ) -> tuple[tuple[Any, Any] | None, tuple[BrokenSample, ...]]:
+        indices, broken = order.split(self.batch_size)[place.number], dict[int, BrokenSample]()
         try:
             return self._parts(table, indices, place), ()
         except Exception as error:
-            broken = {i: found for i in indices.tolist() if (found := self._tried(table, i, place))}
-            if not broken:  # each by itself can be read: it is their batch that cannot be made
-                broken = {-1: _broken(error, table, place, int(indices[0]))}
-        left = indices[[i for i, index in enumerate(indices.tolist()) if index not in broken]]
-        if not self.skips or not len(left) or -1 in broken:
-            return None, tuple(broken.values())
-        return self._parts(table, left, place), tuple(broken.values())
+            whole = _broken(error, table, place, int(indices[0]))
+        for index in indices.tolist():
+            try:
+                self._parts(table, torch.tensor([index]), place)
+            except Exception as error:
+                broken[index] = _broken(error, table, place, index)
+        if not broken:  # each by itself can be read: it is their batch that cannot be made
+            return None, (whole,)
+        left = [index for index in indices.tolist() if index not in broken]
+        batch = self._parts(table, torch.tensor(left), place) if self.skips and left else None
+        return batch, tuple(broken.values())
 
     def _parts(self, table: Table, indices: Tensor, place: BatchIndex) -> tuple[Any, Any]:
         needs = self.needs
         with drawing(*place, seed=self.seed):
-            if not isinstance(table, PartTable) or needs == Needs():
-                return batch_of(table, indices)
+            if not isinstance(table, PartTable):
+                if hasattr(table, "batch"):
+                    return table.batch(indices)
+                inputs, targets = default_collate([table[index] for index in indices.tolist()])
+                return inputs, targets
+            if needs == Needs():
+                return table.inputs_of(indices), table.targets_of(indices)
             inputs, targets = table.form(len(indices))
             if place.split == "train" and needs.split:
                 parts = indices.tensor_split(min(len(needs.split), len(indices)))
@@ -208,13 +191,6 @@ class BatchReader:
             elif needs.inputs and (needs.test or place.split == "train"):
                 inputs = table.inputs_of(indices)
             return inputs, table.targets_of(indices) if needs.targets else targets
-
-    def _tried(self, table: Table, index: int, place: BatchIndex) -> BrokenSample | None:
-        try:
-            self._parts(table, torch.tensor([index]), place)
-        except Exception as error:
-            return _broken(error, table, place, index)
-        return None
 
     def _next(
         self, table: StreamTable, place: BatchIndex
@@ -228,47 +204,41 @@ class BatchReader:
                     number, samples = 0, table.stream(place.epoch)
             for here in range(number, place.number + 1):
                 with drawing(*place._replace(number=here), seed=self.seed):
-                    found = list(islice(samples, self.batch_size))
-                    batch = table.collate(found) if here == place.number and found else None
+                    items = list(islice(samples, self.batch_size))
+                    batch = table.collate(items) if here == place.number and items else None
+            if batch is None:
+                raise ValueError(f"its stream ended ahead of it, though its length is {len(table)}")
         except Exception as error:
             return None, (_broken(error, table, place, place.number * self.batch_size),)
         self._streams[place.split] = place.epoch, place.number + 1, samples
-        if batch is None:
-            number = place.number * self.batch_size
-            short = ValueError(f"its stream ended ahead of it, though its length is {len(table)}")
-            return None, (_broken(short, table, place, number),)
         return batch, ()
 
 
 def _stuck(batch: Any) -> str:
-    """Describe an item of a batch that cannot leave this process (torch would wait without end); "" if all
-    can.
-    """
+    """Describe an item of a batch that cannot leave this process, for which torch would wait without end."""
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, Tensor | int | float | str | bytes | None):
             try:
                 ForkingPickler.dumps(leaf)
             except Exception as error:
-                what = f"a {type(leaf).__name__} cannot leave the process that loads it"
-                return f"{what} ({error}); take data.workers=0"
+                kind = type(leaf).__name__
+                return f"a {kind} cannot leave the process that loads it ({error}); take data.workers=0"
     return ""
 
 
-def unreadable(broken: Sequence[BrokenSample], *, skips: bool = False) -> ConfigError:
-    """Return the error that ends a run on a broken sample: none may be left out, or none is left
-    (``skips``).
-    """
+def unreadable(broken: Sequence[BrokenSample], *, skips: bool) -> ConfigError:
+    """Return the error of a broken sample that may not be left out, or (``skips``) not without its batch."""
     first, more = broken[0], f" ({len(broken) - 1} more of its batch)" if len(broken) > 1 else ""
-    told = ", and its batch cannot be had without; mend" if skips else "; mend"
-    skip = "" if skips else ", or leave such samples out by data.skip_broken=true"
-    error = ConfigError(f"{first}{more}{told} or remove it{skip}")
+    skip = "; mend or remove it, or leave such samples out by data.skip_broken=true"
+    remedy = ", and its batch cannot be had without; mend or remove it" if skips else skip
+    error = ConfigError(f"{first}{more}{remedy}")
     error.add_note(first.traceback)
     return error
 
 
 def _broken(error: Exception, table: Table, place: BatchIndex, index: int) -> BrokenSample:
-    told = " ".join(str(error).split())
-    reason = told if isinstance(error, PenstockError) else f"{type(error).__name__}: {told}"
-    path = getattr(table, "path", None)
-    lines = "".join(traceback.format_exception(error))
+    reason = " ".join(str(error).split())
+    if not isinstance(error, PenstockError):
+        reason = f"{type(error).__name__}: {reason}"
+    path, lines = getattr(table, "path", None), "".join(traceback.format_exception(error))
     return BrokenSample(place.split, index, str(path(index)) if path else "", reason, lines)

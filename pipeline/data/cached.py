@@ -5,6 +5,7 @@ decoding is drawn anew each time; else, if asked, whole samples, of which none i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -39,11 +40,8 @@ class FileSamples:
     """Samples that are decoded from the bytes of files, or of anything else that ``read(index)`` returns.
 
     Args:
-        path: Function that returns the file of a sample; None: there are no files.
+        path: Function that returns the file of a sample; None: there are no files, and jobs share nothing.
         reader: Name of the code that reads the files: another may make other bytes of them.
-
-    Attributes:
-        data: Name of the bytes, for jobs that may share them; "" where it cannot be determined.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class FileSamples:
         path: Callable[[int], str] | None,
         reader: str,
     ) -> None:
-        self.read, self.decode, self.path, self.reader, self.data = read, decode, path, reader, ""
+        self.read, self.decode, self.path, self.data = read, decode, path, ""  # data: a name of the bytes
         if path is not None:
             names = hashlib.blake2b(reader.encode(errors="surrogateescape"), digest_size=16)
             for index in range(num_samples):
@@ -68,13 +66,11 @@ class FileSamples:
 
     def stamp(self, index: int) -> bytes:
         """Return size and time of the file, which change where the sample does; nothing where it has none."""
-        if self.path is None:
-            return b""
-        try:
-            found = os.stat(self.path(index))
-        except OSError:
-            return b""
-        return _STAMP.pack(found.st_size, found.st_mtime_ns)
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                status = os.stat(self.path(index))
+                return _STAMP.pack(status.st_size, status.st_mtime_ns)
+        return b""
 
 
 class WholeSamples:
@@ -88,10 +84,8 @@ class WholeSamples:
     def load(self, index: int) -> tuple[bytes | None, Any]:
         """Return a sample; its bytes only if nothing was drawn and they are sure to come back the same."""
         own = own_generators(self._dataset)
-        before = generators(own)
-        sample = self._dataset[index]
-        drawn = before != generators(own)
-        return None if drawn else to_bytes(sample), sample
+        before, sample = generators(own), self._dataset[index]
+        return to_bytes(sample) if before == generators(own) else None, sample
 
     def decode(self, index: int, data: bytes) -> Any:
         """Return the sample of these bytes."""
@@ -108,8 +102,11 @@ Source = FileSamples | WholeSamples
 def sample_source(dataset: Any, *, decoded: bool) -> Source:
     """Return how the samples of a data set become bytes, and bytes become exactly the same samples.
 
-    Args:    decoded: keep whole samples where it does not tell how it reads and decodes them.
-    Raises:  ConfigError: it does not, and that was not asked for."""
+    Args:
+        decoded: Keep whole samples where it does not tell how it reads and decodes them.
+
+    Raises:
+        ConfigError: It does not, and that was not asked for."""
     if (functions := _file_functions(dataset)) is not None:
         return FileSamples(len(dataset), **functions)
     if isinstance(dataset, IterableDataset) or not (
@@ -131,8 +128,7 @@ def sample_source(dataset: Any, *, decoded: bool) -> Source:
 def _file_functions(dataset: Any) -> dict[str, Any] | None:
     """Arguments of ``FileSamples`` for a data set; None: it does not tell how it reads and decodes."""
     kinds = type(dataset).__mro__
-    # The data set itself. Not where something overrides the two: a __getitem__ further down than both, or a
-    # wrapper that only passes on attributes that it lacks.
+    # 1. Itself, unless a __getitem__ overrides the two, or a wrapper passes on attributes that it lacks.
     read, decode, item = (
         next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
         for name in ("read", "decode", "__getitem__")
@@ -143,17 +139,19 @@ def _file_functions(dataset: Any) -> dict[str, Any] | None:
         changed = os.stat(file).st_mtime_ns if os.path.isfile(file) else 0  # other code reads other bytes
         functions = {"read": dataset.read, "decode": dataset.decode, "path": getattr(dataset, "path", None)}
         return functions | {"reader": f"{file}:{changed}:{type(dataset).read.__qualname__}\0"}
-    # A part of one.
+    # 2. A part of one.
     if type(dataset) is Subset:
         whole = _file_functions(dataset.dataset)
         return whole and {
             name: partial(_at, one, dataset.indices) if callable(one) else one for name, one in whole.items()
         }
-    # A folder of torchvision, with its own loader and transforms.
+    # 3. A folder of torchvision, with its own loader and transforms.
     folder = next((one for one in kinds if one.__module__ == "torchvision.datasets.folder"), None)
     if folder is not None and hasattr(dataset, "loader"):
-        plain = type(dataset).__getitem__ is folder.__getitem__
-        if plain and getattr(dataset.loader, "__module__", "") == folder.__module__ and _by_pillow():
+        from torchvision import get_image_backend
+
+        plain = type(dataset).__getitem__ is folder.__getitem__ and get_image_backend() == "PIL"
+        if plain and getattr(dataset.loader, "__module__", "") == folder.__module__:
             functions = {"read": partial(_read_image, dataset), "decode": partial(_decode_image, dataset)}
             return functions | {"path": partial(_image_path, dataset), "reader": _read_image.__qualname__}
     return None
@@ -172,19 +170,12 @@ def _read_image(folder: Any, index: int) -> bytes:
 
 
 def _decode_image(folder: Any, index: int, data: bytes) -> tuple[Any, Any]:
-    """Image and class, transformed."""
     from PIL import Image
 
     sample, target = Image.open(io.BytesIO(data)).convert("RGB"), folder.samples[index][1]
     if folder.transform is not None:
         sample = folder.transform(sample)
     return sample, target if folder.target_transform is None else folder.target_transform(target)
-
-
-def _by_pillow() -> bool:
-    from torchvision import get_image_backend
-
-    return get_image_backend() == "PIL"
 
 
 class Counts(NamedTuple):
@@ -205,32 +196,28 @@ class Counts(NamedTuple):
 
 
 class CacheReader:
-    """Reader of one data set through a cache, a batch at a time, in whatever process it is.
+    """Reader of one data set through a cache, a batch at a time; it ``counts`` what this process reads.
 
-    Args:
-        cache: Makes the client of what holds samples, which tells its argument why there is no cache.
-
-    Attributes:
-        counts: What was read so far, in this process.
-    """
+    ``cache`` makes the client of what holds samples, which tells its argument why there is no cache."""
 
     def __init__(
         self, source: Source, cache: Callable[[Callable[[str], None]], Client | RedisClient]
     ) -> None:
         self.source, self.counts = source, Counts()
         self._notes: list[str] = []
-        self.cache = cache(self._note)
+        self.cache = cache(self._notes.append)
         self.epoch: int | None = None
 
     def begin(self, epoch: int, orders: Callable[[int], Sequence[int]], *, last: bool) -> None:
-        """Begin an epoch, for this process; ``orders``: of an epoch, the samples that the run uses in it."""
+        """Begin an epoch, for this process; ``orders`` returns the samples that the run uses in one."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.cache.begin(epoch, orders(epoch), None if last else orders(epoch + 1))
 
     def take_notes(self) -> tuple[str, ...]:
         """Return what the cache had to tell since this was asked last."""
-        notes, self._notes = tuple(self._notes), []
+        notes = tuple(self._notes)
+        self._notes.clear()
         return notes
 
     def payloads(self, indices: Sequence[int]) -> list[bytes]:
@@ -244,15 +231,10 @@ class CacheReader:
             for index, (data, sample) in zip(indices, self._read(indices), strict=True)
         ]
 
-    def _note(self, sentence: str) -> None:
-        self._notes.append(sentence)
-
     def _read(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return for every index its bytes, or its sample where that is there already."""
-        rows: list[tuple[Any, Any]] = []
-        offers: list[tuple[int, bytes, bytes]] = []
-        hits = hit_bytes = 0
-        seconds = 0.0
+        rows, offers = list[tuple[Any, Any]](), list[tuple[int, bytes, bytes]]()
+        hits, hit_bytes, seconds = 0, 0, 0.0
         for index, hit in zip(indices, self.cache.use(indices, epoch=self.epoch), strict=True):
             stamp = self.source.stamp(index)
             if hit is not None and hit.stamp == stamp:
@@ -303,15 +285,12 @@ def cache_reader(
     backend: str | None = None,
     share: float | None = None,
 ) -> CacheReader:
-    """Return the reader of a run.
+    """Return the reader of a run; for arguments see ``cached`` and ``Hello``.
 
     Args:
-        job: Name that a person sees.
-        run: Tells two runs of one name apart; "": one of its own.
-        data: Name of the bytes, where they are not those of files that are told by their paths.
+        run: Tells two runs of one name apart; "": a new name.
         socket: The broker's; None: that of the user.
         backend: ``redis://HOST:PORT/DB``, in the place of a broker of this machine.
-        share: The part of the broker's cache that counts as this run's; None: an equal one.
     """
     run = run or uuid.uuid4().hex
     data = data or source.data or f"{job} {run}"
@@ -326,9 +305,7 @@ def cache_reader(
 
 
 class EpochSampler(Sampler[int]):
-    """The order of each epoch, which the cache learns together with the next one.
-
-    Each pass is an epoch, counted from 0; ``set_epoch`` sets it, as torch's DistributedSampler has it."""
+    """The order of each epoch, which the cache learns together with the next one; a pass is an epoch."""
 
     def __init__(self, dataset: Cached) -> None:
         self._dataset, self._epoch = dataset, 0
@@ -345,16 +322,12 @@ class EpochSampler(Sampler[int]):
         return iter(data.order(epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next pass."""
+        """Begin ``epoch`` with the next pass, as torch's DistributedSampler has it."""
         self._epoch = epoch
 
 
 class Cached(CachedDataset):
-    """A data set whose samples come through the cache.
-
-    Attributes:
-        sampler: Its order, for ``DataLoader(data, sampler=data.sampler, ...)``.
-    """
+    """A data set whose samples come through the cache, in the order of ``sampler``."""
 
     def __init__(
         self, dataset: Any, through: CacheReader, *, shuffle: bool, seed: int, epochs: int | None
@@ -416,7 +389,6 @@ def cached(
         raise ConfigError(f"a job has a name of 1 to {LONGEST_NAME} printable characters, found {job[:40]!r}")
     if not len(dataset):
         raise ConfigError("a data set without samples has nothing to cache")
-    where: Any = {"data": data, "socket": socket, "backend": backend}
-    counts: Any = {"num_samples": len(dataset), "batch_size": batch_size, "epochs": epochs}
-    reader = cache_reader(source, job=job, **counts, **where)
+    options: Any = {"batch_size": batch_size, "epochs": epochs, "socket": socket, "backend": backend}
+    reader = cache_reader(source, job=job, num_samples=len(dataset), data=data, **options)
     return Cached(dataset, reader, shuffle=shuffle, seed=seed, epochs=epochs)

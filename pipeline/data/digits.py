@@ -20,23 +20,14 @@ from .samples import Description, Samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
-    """One split of grey images, kept as bytes, and resized and normalised a batch at a time.
+    """One split of grey images, kept as bytes, and resized and normalised a batch at a time."""
 
-    Attributes:
-        pixels:   uint8, (samples, height, width).
-        targets:  int64, (samples,).
-        size:     height and width of what the network sees.
-        channels: how often the grey value is repeated; torchvision's networks take 3.
-        white:    the pixel value that counts as 1.
-        mean, deviation: of the train split's pixels / white.
-    """
-
-    pixels: Tensor
-    targets: Tensor
-    size: int
-    channels: int
-    white: float
-    mean: float
+    pixels: Tensor  # uint8, (samples, height, width)
+    targets: Tensor  # int64, (samples,)
+    size: int  # height and width of what the network sees
+    channels: int  # how often the grey value is repeated; torchvision's networks take 3
+    white: float  # the pixel value that counts as 1
+    mean: float  # of the train split's pixels / white
     deviation: float
 
     in_memory = True
@@ -71,6 +62,15 @@ class Images:
         return normal.repeat(1, self.channels, 1, 1)
 
 
+def grey_images(
+    train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], *, size: int, channels: int, **scale: float
+) -> Samples:
+    """Return two splits of pixels and targets in ten classes; ``scale``: the last three of ``Images``."""
+    images = [Images(pixels=x, targets=y, size=size, channels=channels, **scale) for x, y in (train, test)]
+    describe = Description(num_classes=10, input_shape=(channels, size, size))
+    return Samples(train=images[0], test=images[1], describe=describe)
+
+
 def load(*, size: int = 32, channels: int = 3) -> Samples:
     """Return the digits; every fifth one, the first included, is for the test (360 of 1,797).
 
@@ -79,20 +79,5 @@ def load(*, size: int = 32, channels: int = 3) -> Samples:
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         pixels, targets = torch.from_numpy(file["pixels"]), torch.from_numpy(file["targets"]).long()
     for_test = torch.arange(len(targets)) % 5 == 0
-
-    def split(chosen: torch.Tensor) -> Images:
-        return Images(
-            pixels=pixels[chosen],
-            targets=targets[chosen],
-            size=size,
-            channels=channels,
-            white=16.0,
-            mean=0.305,
-            deviation=0.376,
-        )
-
-    return Samples(
-        train=split(~for_test),
-        test=split(for_test),
-        describe=Description(num_classes=10, input_shape=(channels, size, size)),
-    )
+    train, test = ((pixels[chosen], targets[chosen]) for chosen in (~for_test, for_test))
+    return grey_images(train, test, size=size, channels=channels, white=16.0, mean=0.305, deviation=0.376)

@@ -5,7 +5,7 @@ Each image is drawn from its own number, so nothing is stored and every rank see
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,17 +17,12 @@ from .samples import Description, Samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """One split: image i is normal noise drawn from (seed, split, i), and so is its class.
-
-    Attributes:
-        split:   the name that keeps the splits apart.
-        shape:   (channels, height, width).
-    """
+    """One split: image i is normal noise drawn from (seed, split, i), and so is its class."""
 
     split: str
     num_samples: int
     num_classes: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # (channels, height, width)
     seed: int
 
     in_memory = True  # for measuring what else a step takes
@@ -47,21 +42,15 @@ class Noise:
 def load(
     *, num_samples: int = 1024, num_classes: int = 10, size: int = 64, channels: int = 3, seed: int = 0
 ) -> Samples:
-    """Return ``num_samples`` random images to train on and a quarter as many to test.
-
-    Raises: ConfigError: a number is out of its range.
-    """
+    """Return random images to train on and a quarter as many to test; refuse numbers out of their range."""
     check_count(data__num_samples=num_samples, data__num_classes=num_classes)
     check_image(size=size, channels=channels)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError(f"data.seed={seed} must be a whole number")
     shape = (channels, size, size)
-
-    def split(name: str, number: int) -> Noise:
-        return Noise(split=name, num_samples=number, num_classes=num_classes, shape=shape, seed=seed)
-
+    train = Noise(split="train", num_samples=num_samples, num_classes=num_classes, shape=shape, seed=seed)
     return Samples(
-        train=split("train", num_samples),
-        test=split("test", -(-num_samples // 4)),
+        train=train,
+        test=replace(train, split="test", num_samples=-(-num_samples // 4)),
         describe=Description(num_classes=num_classes, input_shape=shape),
     )

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...compression.errors import ConfigError
-from .digits import Images
+from .digits import grey_images
 from .options import DEBIAN_ROOT, find_fashion_mnist, plain_or_gzipped
-from .samples import Description, Samples
+from .samples import Samples
 
 
 def load(*, root: str = DEBIAN_ROOT, size: int = 32, channels: int = 3) -> Samples:
@@ -30,26 +30,15 @@ def load(*, root: str = DEBIAN_ROOT, size: int = 32, channels: int = 3) -> Sampl
     """
     folder = find_fashion_mnist(root)
 
-    def split(stem: str) -> Images:
+    def split(stem: str) -> tuple[Tensor, Tensor]:
         pixels = read_idx(plain_or_gzipped(folder, f"{stem}-images-idx3-ubyte"), num_dims=3)
         targets = read_idx(plain_or_gzipped(folder, f"{stem}-labels-idx1-ubyte"), num_dims=1)
         if len(pixels) != len(targets) or int(targets.max()) > 9:
             raise ConfigError(f"{folder} holds {stem} images and labels that do not belong together")
-        return Images(
-            pixels=pixels,
-            targets=targets.long(),
-            size=size,
-            channels=channels,
-            white=255.0,
-            mean=0.286,
-            deviation=0.353,
-        )
+        return pixels, targets.long()
 
-    return Samples(
-        train=split("train"),
-        test=split("t10k"),
-        describe=Description(num_classes=10, input_shape=(channels, size, size)),
-    )
+    scale = {"white": 255.0, "mean": 0.286, "deviation": 0.353}
+    return grey_images(split("train"), split("t10k"), size=size, channels=channels, **scale)
 
 
 def read_idx(path: Path, *, num_dims: int) -> Tensor:

@@ -21,10 +21,8 @@ from .samples import Description, Samples
 if TYPE_CHECKING:
     from torchvision.datasets import ImageFolder
 
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels, red, green and blue: what published weights expect."""
-
-_GREY_MEAN, _GREY_DEVIATION = 0.449, 0.226  # the mean of the three
+SCALES = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0.226,))}
+"""Mean and deviation by channels, of ImageNet's red, green and blue as published weights expect, or grey."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +60,14 @@ class Files:
         return self.folder.samples[index][0]
 
     def read(self, index: int) -> bytes:
-        """Return the bytes of an image's file.
-
-        Raises: ConfigError: it cannot be read."""
+        """Return the bytes of an image's file; raises ConfigError where it cannot be read."""
         try:
             return Path(self.path(index)).read_bytes()
         except OSError as error:
             raise _no_image(self.path(index), error) from error
 
     def decode(self, index: int, data: bytes) -> Tensor:
-        """Return the image that ``read`` found, resized and normalised.
-
-        Raises: ConfigError: it is none."""
+        """Return the image in ``data``, resized and normalised; raises ConfigError where it is none."""
         import numpy as np
         from PIL import Image
 
@@ -84,9 +78,7 @@ class Files:
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise _no_image(self.path(index), error) from error
         pixels = torch.from_numpy(np.array(image)).view(self.size, self.size, self.channels)
-        colour = self.channels == 3
-        mean = torch.tensor(MEAN if colour else [_GREY_MEAN]).view(-1, 1, 1)
-        deviation = torch.tensor(DEVIATION if colour else [_GREY_DEVIATION]).view(-1, 1, 1)
+        mean, deviation = (torch.tensor(values).view(-1, 1, 1) for values in SCALES[self.channels])
         return (pixels.permute(2, 0, 1).float() / 255 - mean).div(deviation).contiguous()
 
 
@@ -99,7 +91,15 @@ def load(*, root: str, size: int = 64, channels: int = 3) -> Samples:
     """
     check_image(size=size)
     check_known("data.channels", channels, (1, 3))
-    train, test = (_listed(folder, root=root) for folder in find_image_folder(root))
+    from torchvision.datasets import ImageFolder
+
+    splits = []
+    for folder in find_image_folder(root):
+        try:
+            splits.append(ImageFolder(str(folder)))
+        except OSError as error:  # torchvision's for no folder, no class, a class without images
+            raise no_images(root, folder, str(error).splitlines()[0]) from error
+    train, test = splits
     if train.classes != test.classes:
         odd = sorted({*train.classes} ^ {*test.classes})
         raise ConfigError(
@@ -115,12 +115,3 @@ def load(*, root: str, size: int = 64, channels: int = 3) -> Samples:
 def _no_image(path: str, error: Exception) -> ConfigError:
     reason = " ".join(str(error).split())
     return ConfigError(f"{path} is not an image that can be read ({reason}); remove it")
-
-
-def _listed(folder: Path, *, root: str) -> ImageFolder:
-    from torchvision.datasets import ImageFolder
-
-    try:
-        return ImageFolder(str(folder))
-    except OSError as error:  # torchvision's for no folder, no class, a class without images
-        raise no_images(root, folder, str(error).splitlines()[0]) from error

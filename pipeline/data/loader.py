@@ -1,7 +1,7 @@
 """Batches of a run in the order in which it will ask for them, loaded ahead by processes of their own.
 
 One stream of batches serves a whole run, its tests included: processes start once, and go on loading the next
-epoch while the last one is tested. Waiting for it is told as seconds of the data."""
+epoch while the last one is tested. ``Loader`` is the same for a loop of one's own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,12 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from ...compression.errors import TransportError
+from ...compression.errors import ConfigError, TransportError
 from .batches import BatchIndex, BatchReader, LoadedBatch, StreamTable, Table, unreadable
 from .cache.policy import Times
 from .cached import Counts
+from .options import check_count
+from .samples import is_split, table_of, unused
 
 AHEAD = 2  # batches that each process loads ahead
 MOST_WORKERS = 4  # processes that ``auto`` starts
@@ -33,10 +34,9 @@ TOLD = 3  # samples left out that are told one by one
 
 
 def workers_of(asked: int | str, tables: Iterable[Table], *, cores: int) -> int:
-    """Return the number of loading processes: for "auto" as many as there are spare ``cores``, one at least,
-    and none where samples are in memory.
+    """Return the number of loading processes: for "auto" one for each spare core, none for samples in memory.
 
-    A stream has one, since its order is known only there."""
+    A stream has one at most, since its order is known only there."""
     tables = list(tables)
     if asked == "auto":
         asked = 0 if all(in_memory(table) for table in tables) else max(1, min(MOST_WORKERS, cores))
@@ -49,25 +49,19 @@ def in_memory(table: Table) -> bool:
 
 
 class WarmUp:
-    """Times of the first epoch, added up batch by batch, for the policies of a cache.
-
-    Args:
-        batches: Number of batches of a whole epoch.
-        batch_size: In samples.
-        workers: Number of processes that load ahead.
-    """
+    """Times of the first epoch, of so many ``batches``, added up for the policies of a cache."""
 
     def __init__(self, *, batches: int, batch_size: int, workers: int) -> None:
         self._batches, self._batch_size, self._workers = batches, batch_size, workers
         self._last: float | None = None  # moment of the batch before, unless there was a test since
         self._whole = self._reading = self._loading = self._waited = 0.0
-        self._loads = self._seen = 0
+        self._loads, self.left = 0, batches
 
     def add(self, read: LoadedBatch, waited: float) -> None:
         """Add a batch, which was waited for so many seconds."""
         self._whole += waited if self._last is None else 0.0
         self._tick()
-        self._seen += 1
+        self.left -= 1
         self._waited += waited
         self._loading += read.counts.seconds
         self._loads += read.counts.loads
@@ -77,11 +71,6 @@ class WarmUp:
         """Leave out a test, which begins."""
         self._tick()
         self._last = None
-
-    @property
-    def is_over(self) -> bool:
-        """True if all batches of the epoch were added."""
-        return self._seen >= self._batches
 
     def _tick(self) -> None:
         now = time.perf_counter()
@@ -97,12 +86,12 @@ class WarmUp:
             return None
         if self._last is not None:
             self._tick()
-        whole = self._whole
+        whole, seen = self._whole, self._batches - self.left
         sample = self._loading / self._loads
-        augmentation = max(0.0, self._reading - self._loading) / self._seen
-        training = max(0.0, whole - self._waited) / self._seen
+        augmentation = max(0.0, self._reading - self._loading) / seen
+        training = max(0.0, whole - self._waited) / seen
         return Times(
-            epoch=whole * self._batches / self._seen,
+            epoch=whole * self._batches / seen,
             batch_io=sample * self._batch_size,
             sample_io=sample,
             augmentation=augmentation,
@@ -114,8 +103,9 @@ class WarmUp:
 class BatchLoader:
     """``take`` the batches that ``places`` name, in that order.
 
-    Attributes: waited: seconds for which whoever asked had to wait.
-                broken: how many samples were left out so far."""
+    Attributes:
+        waited: Seconds for which whoever asked had to wait.
+        broken: Number of samples that were left out so far."""
 
     def __init__(
         self,
@@ -132,11 +122,12 @@ class BatchLoader:
         """Begin to load.
 
         Args:
-            places: May be iterated twice. workers: processes that load; 0: the caller loads.
+            places: May be iterated twice.
+            workers: Processes that load; 0: the caller loads.
             pinned: Batches lie in memory that a GPU fetches from by itself.
-            start: How processes begin ("fork", "spawn", "forkserver"); None: as torch does here.
+            start: Way to begin processes ("fork", "spawn", "forkserver"); None: torch's default.
             deadline: A process that has stopped is ended within half of so many seconds.
-            warm_up: Gets the facts of the first epoch, and those of the caches.
+            warm_up: Gets the times of the first epoch, for the caches.
             tell: Gets a text for samples that are left out, and for caches that are gone."""
         self.workers, self.waited, self.broken, self.counts = workers, 0.0, 0, Counts()
         self.times: Times | None = None
@@ -166,8 +157,9 @@ class BatchLoader:
     def take(self, place: BatchIndex) -> tuple[Any, Any]:
         """Return the next batch, which is that of ``place``.
 
-        Raises: ConfigError: a sample of it cannot be read, and none is to be left out.
-                TransportError: a process that loads has died, or has stopped."""
+        Raises:
+            ConfigError: A sample of it cannot be read, and none is to be left out.
+            TransportError: A process that loads has died, or has stopped."""
         assert next(self._expected) == place, f"{place} is not next"
         began = time.perf_counter()
         try:
@@ -197,11 +189,12 @@ class BatchLoader:
     @property
     def figures(self) -> dict[str, Any]:
         """Return the loader's figures for a run's summary."""
-        told = {"workers": self.workers, "waited_seconds": self.waited, "left_out": self.broken}
-        if not self._caches:
-            return told
-        times = {} if self.times is None else {"times": dataclasses.asdict(self.times)}
-        return told | {"cache": self.counts._asdict() | times}
+        figures: dict[str, Any] = {"workers": self.workers, "waited_seconds": self.waited}
+        figures["left_out"] = self.broken
+        if self._caches:
+            times = {} if self.times is None else {"times": dataclasses.asdict(self.times)}
+            figures["cache"] = self.counts._asdict() | times
+        return figures
 
     def _measure(self, warm_up: WarmUp, place: BatchIndex, read: LoadedBatch, waited: float) -> None:
         """Add to the first epoch of this run; with the first batch behind it, report to the caches."""
@@ -209,7 +202,7 @@ class BatchLoader:
             self._epoch = place.epoch
             warm_up.add(read, waited)
             return
-        if place.split == "test" and not warm_up.is_over:
+        if place.split == "test" and warm_up.left > 0:
             warm_up.pause()
             return
         self._warm_up, self.times = None, warm_up.times()
@@ -223,8 +216,8 @@ class BatchLoader:
         while not self._closed.wait(seconds):
             now = {one.pid for one in getattr(self._batches, "_workers", ()) if _has_stopped(one.pid)}
             for pid in before & now:
-                told = f"process {pid}, which loads samples, had stopped"
-                self._stopped = f"{told}, and was ended after {seconds:g} s"
+                what = f"process {pid}, which loads samples, had stopped"
+                self._stopped = f"{what}, and was ended after {seconds:g} s"
                 os.kill(pid, signal.SIGKILL)
             before = now
 
@@ -244,12 +237,12 @@ def _begin(_: int) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     if (parent := multiprocessing.parent_process()) is not None:
-        threading.Thread(target=_end_with, args=(parent,), name="penstock-orphan", daemon=True).start()
 
+        def end() -> None:
+            parent.join()
+            os._exit(1)
 
-def _end_with(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
+        threading.Thread(target=end, name="penstock-orphan", daemon=True).start()
 
 
 def _has_stopped(pid: int) -> bool:
@@ -271,3 +264,91 @@ def _ask_for_deaths(batches: Any) -> None:
 
 def _as_it_is(read: LoadedBatch) -> LoadedBatch:
     return read
+
+
+class Loader:
+    """Shuffled batches of a data set: ``for inputs, targets in loader`` is what is left of an epoch.
+
+    The order, and what a sample draws, belong to the seed, the epoch and the batch, as in ``penstock train``.
+    They are the same on every rank, with any number of processes, and in a loop that was stopped and goes on.
+
+    Args:
+        dataset: A torch Dataset of (input, target) with a length, a DataLoader, whose ``collate_fn`` puts
+            samples together, or a data set of Hugging Face.
+        batch_size: Samples of a batch.
+        seed: Decides the order, and what samples draw.
+        drop_last: Leave out the last batch of an epoch where it is smaller.
+        workers: Processes that load ahead; 0: none.
+        skip_broken: Leave out samples that cannot be read, instead of an error.
+        labelled: Of samples that are dicts, the labels stay among the inputs, too.
+
+    Attributes:
+        epoch: Epochs that are behind it.
+        batch: Batches of this epoch that were taken.
+
+    Raises:
+        ConfigError: The data set cannot be trained on, or has no batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        seed: int = 0,
+        *,
+        drop_last: bool = True,
+        workers: int = 0,
+        skip_broken: bool = False,
+        labelled: bool = False,
+    ) -> None:
+        check_count(batch_size=batch_size)
+        if not is_split(dataset):
+            raise ConfigError(
+                f"penstock.Loader takes a data set, found a {type(dataset).__name__}; give one such as "
+                "torch.utils.data.TensorDataset(inputs, targets)"
+            )
+        table = table_of(dataset, origin="penstock.Loader got", name="train", labelled=labelled)
+        self.epoch = self.batch = 0
+        if note := unused(dataset, batch_size):
+            warnings.warn(note, stacklevel=2)
+        tables = {"train": table}
+        self._reader = BatchReader(tables=tables, batch_size=batch_size, seed=seed, skips=skip_broken)
+        self._workers = workers_of(workers, [table], cores=workers)
+        self._length = len(table) // batch_size if drop_last else -(-len(table) // batch_size)
+        if not self._length:
+            raise ConfigError(
+                f"batch_size={batch_size} leaves no batch of {len(table)} samples; lower it, or keep the "
+                "last batch by drop_last=False"
+            )
+        self._same = {"samples": len(table), "batch_size": batch_size, "seed": seed, "drop_last": drop_last}
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return self._length
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        places = [BatchIndex("train", self.epoch, number) for number in range(self.batch, self._length)]
+        with contextlib.closing(BatchLoader(self._reader, places, workers=self._workers)) as loads:
+            for place in places:
+                batch = loads.take(place)
+                self.batch += 1
+                yield batch
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the loop, for the notes of a checkpoint."""
+        return {"epoch": self.epoch, "batch": self.batch, **self._same}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the batch that was the last one taken.
+
+        Raises:
+            ConfigError: It was another number of samples, batch size, seed or drop_last.
+        """
+        for name, ours in self._same.items():
+            if state.get(name) != ours:
+                raise ConfigError(
+                    f"a Loader goes on with the same batches, found {name}={ours}, and the state is of "
+                    f"{name}={state.get(name)}; make it as before, or begin anew"
+                )
+        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])

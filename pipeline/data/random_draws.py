@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...stages.seeds import TURN
+from ...stages.seeds import python_states, seeded
 
 
 def order_of(num_samples: int, *, seed: int, epoch: int) -> Tensor:
@@ -28,9 +28,8 @@ def drawing(split: str, epoch: int, number: int, *, seed: int) -> Iterator[None]
     One thread computes, as in a process that loads ahead: another number of them may add in another order."""
     number = _number(f"{seed}/{epoch}/{split} {number}")
     threads = torch.get_num_threads()
-    with TURN:
-        before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-        torch.default_generator.manual_seed(number)
+    with seeded(number, [torch.default_generator]):
+        before = random.getstate(), np.random.get_state()
         random.seed(number)
         np.random.seed(number % 2**32)
         torch.set_num_threads(1)
@@ -38,37 +37,34 @@ def drawing(split: str, epoch: int, number: int, *, seed: int) -> Iterator[None]
             yield
         finally:
             torch.set_num_threads(threads)
-            torch.default_generator.set_state(before[0])
-            random.setstate(before[1])
-            np.random.set_state(before[2])
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
-def generators(own: Iterable[Any] = ()) -> tuple[object, ...]:
-    """The states of the generators that everybody draws from, and of ``own_generators``."""
-    _, keys, *rest = np.random.get_state(legacy=True)
-    everybodys = torch.default_generator.get_state().numpy().tobytes(), random.getstate(), repr(rest)
-    return *everybodys, keys.tobytes(), *(_KINDS[type(one)](one) for one in own)  # pyright: ignore[reportAttributeAccessIssue]
+def generators(own: Iterable[Any]) -> tuple[object, ...]:
+    """Return the states of the generators that everybody draws from, and of ``own_generators``."""
+    states = (_KINDS[type(one)](one) for one in (torch.default_generator, *own))
+    return *states, *python_states()
 
 
 def own_generators(owner: Any) -> list[Any]:
     """Return the generators that hang on ``owner``, a data set: on itself, its transforms, what it wraps."""
-    found, seen, level = [], {id(owner)}, [owner]
+    own, seen, level = [], {id(owner)}, [owner]
     for _ in range(_DEEPEST):
-        inner = [one for each in level for one in _held(each) if id(one) not in seen]
-        level = list({id(one): one for one in inner}.values())[:_MOST]
+        inner = {id(one): one for each in level for one in _held(each) if id(one) not in seen}
+        level = list(inner.values())[:_MOST]
         seen |= set(map(id, level))
-        found += [one for one in level if type(one) in _KINDS]
-    return found
+        own += [one for one in level if type(one) in _KINDS]
+    return own
 
 
 def _held(owner: Any) -> Iterable[Any]:
-    """Yield the objects of ``owner`` that may have a generator; long containers hold samples."""
+    """Return the objects of ``owner`` that may have a generator; long containers hold samples."""
     if isinstance(owner, Tensor | np.ndarray | type):
         return ()
-    if isinstance(owner, list | tuple):
-        held: Iterable[Any] = owner if len(owner) <= _LONGEST else ()
-    elif isinstance(owner, dict):
-        held = owner.values() if len(owner) <= _LONGEST else ()
+    if isinstance(owner, list | tuple | dict):
+        values = owner.values() if isinstance(owner, dict) else owner
+        held = values if len(owner) <= _LONGEST else ()
     else:
         held = getattr(owner, "__dict__", {}).values()
     return [one for one in held if not isinstance(one, str | bytes | int | float | None)]

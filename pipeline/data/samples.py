@@ -55,16 +55,13 @@ class Samples:
     notes: tuple[str, ...] = ()
 
     def num_samples(self, split: Literal["train", "test"]) -> int:
-        """Return how many samples the split holds."""
+        """Return the number of samples in a split."""
         return len(self.table(split))
 
     def num_batches(
         self, split: Literal["train", "test"], *, batch_size: int, drop_last: bool | None = None
     ) -> int:
-        """Return how many batches ``batches`` yields with the same arguments.
-
-        Raises: ConfigError: there would be none.
-        """
+        """Return the number of batches that ``batches`` yields; raises ConfigError where it yields none."""
         check_count(batch_size=batch_size)
         num_samples = self.num_samples(split)
         full, rest = divmod(num_samples, batch_size)
@@ -90,28 +87,30 @@ class Samples:
     ) -> Iterator[tuple[Any, Tensor]]:
         """Yield (inputs, targets) batch after batch.
 
-        Args:    shuffle, drop_last: None means yes for ``train`` and no for ``test``.
-                 first: the number of the batch to begin with; those before it are not read.
-                 skips: samples that cannot be read are left out.
-        Yields:  inputs (batch, *input_shape), float32 images or int64 text, of one's own also a tuple or a
-                 dict of tensors; targets int64, (batch,) or (batch, length).
-        Raises:  ConfigError: the split holds no batch of this size.
+        Args:
+            shuffle, drop_last: None means yes for ``train`` and no for ``test``.
+            first: Number of the batch to begin with; those before it are not read.
+            skips: Leave out samples that cannot be read.
+
+        Yields:
+            Inputs (batch, *input_shape), float32 images or int64 text, of one's own also a tuple or a dict of
+            tensors; targets int64, (batch,) or (batch, length).
+
+        Raises:
+            ConfigError: The split holds no batch of this size.
         """
         num_batches = self.num_batches(split, batch_size=batch_size, drop_last=drop_last)
-        shuffled = split == "train" if shuffle is None else shuffle
+        shuffled = (split,) * (split == "train" if shuffle is None else shuffle)
         tables = {split: self.table(split)}
-        options: Any = {"seed": seed, "shuffled": (split,) * shuffled, "skips": skips}
-        reading = BatchReader(tables=tables, batch_size=batch_size, **options)
+        reader = BatchReader(tables=tables, batch_size=batch_size, seed=seed, shuffled=shuffled, skips=skips)
         for number in range(first, num_batches):
-            read = reading[BatchIndex(split, epoch, number)]
+            read = reader[BatchIndex(split, epoch, number)]
             if read.batch is None:
                 raise unreadable(read.broken, skips=skips)
             yield read.batch
 
     def table(self, split: str) -> Table:
-        """Return the split of this name.
-
-        Raises: ConfigError: there is none."""
+        """Return the split of this name; raises ConfigError where there is none."""
         if split not in ("train", "test"):
             raise ConfigError(f"{split!r} is not a split; known are train, test")
         table = self.train if split == "train" else self.test
@@ -120,12 +119,8 @@ class Samples:
         return table
 
 
-LABELS = ("labels", "label")
-"""The targets of a sample that is a dict; Hugging Face's data sets call one so, and its models many."""
-
-TESTS = ("validation", "val", "test")
-"""The splits of a mapping that are tested on, the first there is: the last is often kept without targets."""
-
+LABELS = ("labels", "label")  # the targets of a sample that is a dict, as Hugging Face's
+TESTS = ("validation", "val", "test")  # a mapping's first one is tested on; the last often has no targets
 WORKS = (
     "return torch.utils.data.TensorDataset(inputs, targets)",
     "return train_dataset, test_dataset",
@@ -160,7 +155,7 @@ class MapTable:
         return isinstance(self.dataset, TensorDataset)
 
     def path(self, index: int) -> str:
-        """Return the file of a sample, where its data set tells it as torchvision's do; else nothing."""
+        """Return the file of a sample, where its data set tells it as torchvision's do; else ""."""
         listed = getattr(self.dataset, "samples", None)
         known = isinstance(listed, Sequence) and index < len(listed) and isinstance(listed[index], tuple)
         return str(listed[index][0]) if known and listed else ""
@@ -168,8 +163,7 @@ class MapTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterableTable:
-    """One split: an iterable data set, which alone knows the order of its samples; ``collate`` returns the
-    inputs and targets of a batch of them."""
+    """One split: an iterable data set, which alone knows the order of its samples."""
 
     dataset: Any
     collate: Callable[[list[Any]], tuple[Any, Any]]
@@ -187,25 +181,26 @@ class IterableTable:
 def samples_of(
     made: object, *, target: str, batch_size: int | None, skips: bool = False, labelled: bool = False
 ) -> Samples:
-    """Return what ``target`` returned as ``Samples``.
+    """Return what ``target`` returned as ``Samples``; raises ConfigError where nothing can be trained on it.
 
-    Args:   batch_size: of the run, which a loader's yields to; skips: what cannot be read is left out;
-            labelled: inputs by name have the labels among them.
-    Raises: ConfigError: it is nothing that can be trained on.
-    """
+    ``labelled``: inputs by name have the labels among them."""
     if isinstance(made, Samples):
         return made
-    parts, passed_by = _parts(made)
+    passed_by: list[str] = []
+    if isinstance(made, Mapping) and "train" in made:
+        splits = ["train", *[name for name in TESTS if name in made][:1]]
+        parts, passed_by = [made[name] for name in splits], [str(name) for name in made if name not in splits]
+    else:
+        parts = list(made) if isinstance(made, tuple | list) and len(made) == 2 else [made]
     if not all(map(is_split, parts)):
         raise ConfigError(
             f"data._target_={target} returns {_shown(made)}; what works is one of: {'; '.join(WORKS)}"
         )
-    names = ["train", "test"][: len(parts)]
     tables = [
         table_of(part, origin=f"data._target_={target} returns", name=name, labelled=labelled)
-        for name, part in zip(names, parts, strict=True)
+        for name, part in zip(("train", "test"), parts, strict=False)
     ]
-    notes = [note for part in parts[:1] if (note := unused(part, batch_size))]
+    notes = [note] if (note := unused(parts[0], batch_size)) else []
     if passed_by:
         notes.append(f"data._target_={target} also returns {', '.join(passed_by)}, which nothing reads")
     if len(parts) == 1:
@@ -221,11 +216,9 @@ def samples_of(
 
 
 def pair(batch: Any, *, labelled: bool = False) -> tuple[Any, Any]:
-    """Inputs and targets of a batch: of a pair, or of a mapping with the targets as "labels" or "label".
+    """Return inputs and targets of a batch, a pair or a mapping with "labels" or "label"; or refuse it.
 
-    Args:   labelled: of a mapping, the inputs keep the targets among them.
-    Raises: ConfigError: it is neither.
-    """
+    ``labelled``: of a mapping, the inputs keep the targets among them."""
     if isinstance(batch, Mapping) and (found := next((name for name in LABELS if name in batch), None)):
         return {name: value for name, value in batch.items() if labelled or name != found}, batch[found]
     if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -234,19 +227,8 @@ def pair(batch: Any, *, labelled: bool = False) -> tuple[Any, Any]:
     found = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else _shown(batch)
     raise ConfigError(
         "a sample is (input, target), ((input, input), target), or a dict of tensors with "
-        f'"{LABELS[0]}", found '
-        f"{found}; return such ones, or give a DataLoader a collate_fn that does"
+        f'"{LABELS[0]}", found {found}; return such ones, or give a DataLoader a collate_fn that does'
     )
-
-
-def _parts(made: object) -> tuple[list[Any], list[str]]:
-    """Return the parts of ``made`` that may be splits, and the names of the rest."""
-    if isinstance(made, Mapping) and "train" in made:
-        tested = [name for name in TESTS if name in made][:1]
-        return [made[name] for name in ("train", *tested)], [
-            str(name) for name in made if name not in ("train", *tested)
-        ]
-    return list(made) if isinstance(made, tuple | list) and len(made) == 2 else [made], []
 
 
 def is_split(part: object) -> bool:
@@ -260,11 +242,7 @@ def is_split(part: object) -> bool:
 
 
 def table_of(part: Any, *, origin: str, name: str, labelled: bool) -> MapTable | IterableTable:
-    """Return the table of a data set or a loader.
-
-    Raises:
-        ConfigError: It has no length, or no samples; the sentence begins with ``origin``.
-    """
+    """Return the table of a data set or a loader, or refuse it in a sentence that begins with ``origin``."""
     dataset: Any = part.dataset if isinstance(part, DataLoader) else part
     try:
         len(dataset)
@@ -274,7 +252,9 @@ def table_of(part: Any, *, origin: str, name: str, labelled: bool) -> MapTable |
             "samples an epoch has, and a run must know its steps; give its class __len__, or return a "
             "map-style Dataset, with __len__ and __getitem__"
         ) from None
-    put = _collate(part) if isinstance(part, DataLoader) else default_collate
+    put = default_collate
+    if isinstance(part, DataLoader) and (part.batch_size is not None or part.batch_sampler is not None):
+        put = part.collate_fn  # of a loader that does not batch it is a function of single samples
     paired = functools.partial(_paired, put, labelled)  # which travels to the processes that load
     streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     table = (IterableTable if streams else MapTable)(dataset=dataset, collate=paired)
@@ -287,46 +267,39 @@ def _paired(put: Callable[[list[Any]], Any], labelled: bool, samples: list[Any])
     return pair(put(samples), labelled=labelled)
 
 
-def _collate(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
-    """Its ``collate_fn``; one that does not batch has a function for single samples there."""
-    return (
-        default_collate if loader.batch_size is None and loader.batch_sampler is None else loader.collate_fn
-    )
-
-
 def unused(part: object, batch_size: int | None) -> str:
     """Describe the unused settings of a loader in a sentence, or ""."""
     if not isinstance(part, DataLoader):
         return ""
-    said = []
+    notes = []
     if batch_size is not None and part.batch_size != batch_size:
-        said.append(
+        notes.append(
             f"the DataLoader's batch_size={part.batch_size} gives way to batch_size={batch_size}, an option "
             "of the run"
         )
     if type(part.sampler) not in (SequentialSampler, RandomSampler):
-        said.append(
+        notes.append(
             f"the DataLoader's {type(part.sampler).__name__} is not asked: the order of samples comes from "
             "the seed and the epoch, so that it is the same on every rank"
         )
-    return "; ".join(said)
+    return "; ".join(notes)
 
 
 def _described(table: MapTable | IterableTable, *, skips: bool) -> Description:
     """By the first sample that can be read; only if ``skips`` may that be another than the first."""
-    reading = BatchReader(tables={"train": table}, batch_size=1, seed=0, shuffled=(), skips=skips)
-    read = first = reading[BatchIndex("train", 0, 0)]
+    reader = BatchReader(tables={"train": table}, batch_size=1, seed=0, shuffled=(), skips=skips)
+    read = first = reader[BatchIndex("train", 0, 0)]
     for number in range(1, len(table) if skips and isinstance(table, MapTable) else 1):
         if read.batch is not None:
             break
-        read = reading[BatchIndex("train", 0, number)]
+        read = reader[BatchIndex("train", 0, number)]
     if read.batch is None:
         raise unreadable(first.broken, skips=skips)
     inputs, _ = read.batch
-    first = inputs[0] if isinstance(inputs, tuple) else inputs
-    if isinstance(first, Mapping):
-        first = next(iter(first.values()), None)
-    shape = tuple(first.shape[1:]) if isinstance(first, Tensor) else ()
+    tensor = inputs[0] if isinstance(inputs, tuple) else inputs
+    if isinstance(tensor, Mapping):
+        tensor = next(iter(tensor.values()), None)
+    shape = tuple(tensor.shape[1:]) if isinstance(tensor, Tensor) else ()
     return Description(num_classes=_num_classes(table.dataset), input_shape=shape)
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,21 @@ PLACES = ("root", "path")
 """The options of our data sets that name a folder or a file."""
 
 _TOKEN = ".penstock_token_"
-Gather = Callable[[Any], list[Any]]
-"""Everybody's item, by rank."""
+Gather = Callable[[Any], list[Any]]  # everybody's item, by rank
 
 
 def place_of(options: Mapping[str, Any]) -> tuple[str, Path] | None:
     """Return the option of a data set that names its files, and where they are; None where none does."""
-    named = [(name, options[name]) for name in PLACES if isinstance(options.get(name), str)]
-    return next(((name, Path(where)) for name, where in named if Path(where).exists()), None)
+    named = [(name, Path(options[name])) for name in PLACES if isinstance(options.get(name), str)]
+    return next((item for item in named if item[1].exists()), None)
 
 
 def check_shared(options: Mapping[str, Any], *, rank: int, gather: Gather) -> None:
-    """Refuse files that are not the same for all ranks; collective.
+    """Refuse, on every rank, files that are not the same for all ranks; collective.
 
-    What rank 0 writes beside them all must read; where it may not write, names and sizes must agree.
-    Raises: ConfigError, on every rank: which does not see them."""
+    What rank 0 writes beside them all must read; where it may not write, names and sizes must agree."""
     found = place_of(options)
-    name, where = found if found else (PLACES[0], Path(str(options.get(PLACES[0]))))
+    name, where = found or (PLACES[0], Path(str(options.get(PLACES[0]))))
     token = (where if where.is_dir() else where.parent) / f"{_TOKEN}{uuid.uuid4().hex}"
     try:
         written = None
@@ -60,7 +58,7 @@ def check_shared(options: Mapping[str, Any], *, rank: int, gather: Gather) -> No
 def local_copy(options: Mapping[str, Any], local: str) -> dict[str, Any]:
     """Return the options of a data set whose files were copied below ``local``, once for all who ask.
 
-    A copy has the name of what it is a copy of; where files were added, removed or changed, it is made anew.
+    Where files were added, removed or changed, they are copied anew.
     Raises: ConfigError: the data set names no files, or they cannot be copied."""
     found = place_of(options)
     if found is None:
@@ -77,19 +75,23 @@ def local_copy(options: Mapping[str, Any], local: str) -> dict[str, Any]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not copy.exists():
                 _copy(where, copy)
-    except (OSError, shutil.Error) as error:
-        told = reason(error) if isinstance(error, OSError) and not isinstance(error, shutil.Error) else error
-        raise ConfigError(f"data.local={local}: {where} cannot be copied there ({told})") from error
+    except OSError as error:
+        why = error if isinstance(error, shutil.Error) else reason(error)
+        raise ConfigError(f"data.local={local}: {where} cannot be copied there ({why})") from error
     return dict(options) | {name: str(copy)}
 
 
 def listing(where: Path, *, times: bool = False) -> str:
     """Return a digest of the names and sizes of all files there, of their times as well if asked."""
     digest = hashlib.blake2b(digest_size=16)
-    for file, name in _files(where):
-        found = file.stat()
-        time = f"{found.st_mtime_ns}\0" if times else ""
-        digest.update(f"{name}\0{found.st_size}\0{time}".encode(errors="surrogateescape"))
+    top = where if where.is_dir() else where.parent
+    for folder, _, names in sorted(os.walk(where)) or [(top, [], [where.name])]:
+        for name in sorted(name for name in names if not name.startswith(_TOKEN)):
+            file = Path(folder, name)
+            status = file.stat()
+            time = f"{status.st_mtime_ns}\0" if times else ""
+            text = f"{file.relative_to(top)}\0{status.st_size}\0{time}"
+            digest.update(text.encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
@@ -102,14 +104,3 @@ def _copy(where: Path, copy: Path) -> None:
         else:
             shutil.copy2(where, whole)
         whole.rename(copy)
-
-
-def _files(where: Path) -> Iterator[tuple[Path, str]]:
-    if where.is_file():
-        yield where, where.name
-    for folder, inner, names in os.walk(where):
-        inner.sort()
-        for name in sorted(names):
-            if not name.startswith(_TOKEN):
-                file = Path(folder) / name
-                yield file, str(file.relative_to(where))

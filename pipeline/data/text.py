@@ -6,7 +6,6 @@ The default is the text of Python's own help topics: 600 kB of English that ever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,14 +19,9 @@ from .samples import Description, Samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """One split: sample i is ``length`` characters from i x length on; its target is the same, one further.
+    """One split: sample i is ``length`` characters from i x length on, its target the same, one further."""
 
-    Attributes:
-        numbers: int64, one per character of the split.
-        length:  characters per sample.
-    """
-
-    numbers: Tensor
+    numbers: Tensor  # int64, one per character of the split
     length: int
 
     in_memory = True
@@ -57,7 +51,14 @@ def load(*, path: str | None = None, length: int = 64) -> Samples:
     """
     check_count(data__length=length)
     file = find_text(path)
-    text = _read(file)
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"data.path={file} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.path={file} is not UTF-8 (byte {error.start}); convert it, for example with iconv"
+        ) from error
     characters, numbers = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype="<u4"), return_inverse=True)
     border = len(text) * 9 // 10
     splits = [Windows(numbers=torch.from_numpy(part), length=length) for part in np.split(numbers, [border])]
@@ -66,21 +67,7 @@ def load(*, path: str | None = None, length: int = 64) -> Samples:
             f"data.path={file} has {len(text)} characters, too few for samples of {length} in both splits; "
             f"take a longer file or lower data.length"
         )
-    return Samples(
-        train=splits[0],
-        test=splits[1],
-        describe=Description(
-            num_classes=len(characters), input_shape=(length,), vocabulary="".join(map(chr, characters))
-        ),
+    describe = Description(
+        num_classes=len(characters), input_shape=(length,), vocabulary="".join(map(chr, characters))
     )
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"data.path={file} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"data.path={file} is not UTF-8 (byte {error.start}); convert it, for example with iconv"
-        ) from error
+    return Samples(train=splits[0], test=splits[1], describe=describe)

@@ -21,7 +21,7 @@ import penstock.conf
 from penstock import ConfigError, in_threads
 from penstock.pipeline.data import Description, Samples
 from penstock.pipeline.data.fashion_mnist import load, read_idx
-from penstock.pipeline.data.image_folder import DEVIATION, MEAN
+from penstock.pipeline.data.image_folder import SCALES
 from penstock.pipeline.data.storage import check_shared, listing, local_copy
 
 SAMPLES = {
@@ -211,8 +211,8 @@ def test_an_image_folder_is_read_class_by_class(tmp_path: Path, test: str) -> No
         inputs, targets = next(samples.batches(split, batch_size=3, shuffle=False))
         assert (inputs.shape, inputs.dtype, inputs.is_contiguous()) == ((3, 3, 4, 4), torch.float32, True)
         assert (targets.tolist(), targets.dtype) == ([0, 1, 1], torch.int64)
-        mean = torch.tensor(MEAN).view(3, 1, 1)
-        pixels = inputs * torch.tensor(DEVIATION).view(3, 1, 1) + mean
+        mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in SCALES[3])
+        pixels = inputs * deviation + mean
         assert torch.allclose(pixels[0, :, 0, 0], torch.tensor([1.0, 0.0, 0.0]), atol=1e-6)
         assert torch.allclose(pixels[1, :, 0, 0], torch.tensor([0.0, 0.0, 1.0]), atol=0.02)  # jpg
     grey = SAMPLES["image_folder"](root=str(tmp_path), size=2, channels=1)
