@@ -1,8 +1,4 @@
-"""Refuse an option's value in one sentence that names the option, the value and what would do.
-
-Group options (``data.size``, ``model.width``) come as anything the user typed, so type and range are checked
-together.
-"""
+"""Refuse an option's value, anything that a user typed, in one sentence that says what would do."""
 
 from __future__ import annotations
 
@@ -46,10 +42,7 @@ _NAMES = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("i
 
 
 def check_files(options: Mapping[str, Any]) -> None:
-    """Refuse the options of a data set of ours whose files are not there.
-
-    Raises: ConfigError: it names the option, and says what its folder must hold.
-    """
+    """Refuse the options of a data set of ours whose files are not there; says what its folder must hold."""
     find, option = _FINDS.get(str(options.get("_target_")), (None, ""))
     if find is not None and option in options:
         find(options[option])
@@ -96,21 +89,19 @@ def no_images(root: object, folder: Path, reason: str) -> ConfigError:
 def find_text(path: object) -> Path:
     """Return the file of a text; of None, Python's help topics, found without importing them."""
     if path is None:
-        return _help_topics()
+        spec = importlib.util.find_spec("pydoc_data")
+        file = Path(*(spec.submodule_search_locations or [""])[:1], "topics.py") if spec else None
+        if file is None or not file.is_file():
+            raise ConfigError(
+                "this Python comes without pydoc_data/topics.py; name a UTF-8 file with data.path="
+            )
+        return file
     file = Path(str(path))
     try:
         with file.open("rb"):
             return file
     except OSError as error:
         raise ConfigError(f"data.path={file} cannot be read ({error.strerror}); name a UTF-8 file") from error
-
-
-def _help_topics() -> Path:
-    spec = importlib.util.find_spec("pydoc_data")
-    file = Path(*(spec.submodule_search_locations or [""])[:1], "topics.py") if spec else None
-    if file is None or not file.is_file():
-        raise ConfigError("this Python comes without pydoc_data/topics.py; name a UTF-8 file with data.path=")
-    return file
 
 
 _FINDS: dict[str, tuple[Callable[[object], object], str]] = {

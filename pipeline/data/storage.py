@@ -73,8 +73,14 @@ def local_copy(options: Mapping[str, Any], local: str) -> dict[str, Any]:
         copy.parent.mkdir(parents=True, exist_ok=True)
         with (copy.parent / ".penstock_lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not copy.exists():
-                _copy(where, copy)
+            if not copy.exists():  # copied whole or not at all
+                with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".penstock_part_") as part:
+                    whole = Path(part) / "whole"
+                    if where.is_dir():
+                        shutil.copytree(where, whole, ignore=shutil.ignore_patterns(f"{_TOKEN}*"))
+                    else:
+                        shutil.copy2(where, whole)
+                    whole.rename(copy)
     except OSError as error:
         why = error if isinstance(error, shutil.Error) else reason(error)
         raise ConfigError(f"data.local={local}: {where} cannot be copied there ({why})") from error
@@ -93,14 +99,3 @@ def listing(where: Path, *, times: bool = False) -> str:
             text = f"{file.relative_to(top)}\0{status.st_size}\0{time}"
             digest.update(text.encode(errors="surrogateescape"))
     return digest.hexdigest()
-
-
-def _copy(where: Path, copy: Path) -> None:
-    """Copy whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".penstock_part_") as part:
-        whole = Path(part) / "whole"
-        if where.is_dir():
-            shutil.copytree(where, whole, ignore=shutil.ignore_patterns(f"{_TOKEN}*"))
-        else:
-            shutil.copy2(where, whole)
-        whole.rename(copy)

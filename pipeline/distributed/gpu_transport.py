@@ -1,11 +1,10 @@
 """A frame on a device: its payload may still be written, and may be read after its last holder let go.
 
-So a buffer goes back to its pool behind the work that uses it, and what only the device knows of a frame, its
-length and its codec, is asked for by whoever cannot go on without."""
+So a buffer goes back to its pool after the work that uses it. Only the device knows a frame's length and
+codec; they are asked for where nothing goes on without."""
 
 from __future__ import annotations
 
-import datetime
 import functools
 import sys
 from collections import deque
@@ -21,7 +20,7 @@ from ...compression.frame import MAX_HEADER_BYTES, Header, header_bytes, parse_h
 from ...stages.device import Device
 from ...stages.worker import Work, Worker
 from ..schedules.messages import Message, StepMessages
-from .process_group import World, thread_of
+from .process_group import World, group_of, thread_of
 from .transport import GlooTransport, LocalTransport, Transport
 
 
@@ -60,7 +59,7 @@ class DevicePool(Pool):
 
 
 class DeviceFrame(Frame):
-    """A packed tensor in a buffer on a device, behind room for its header.
+    """A packed tensor in a buffer on a device, after room for its header.
 
     ``written`` is the work that writes it, ``uses`` all that works with its buffer."""
 
@@ -77,11 +76,7 @@ class DeviceFrame(Frame):
         header: Header | None = None,
         told: Callable[[Work[Any]], Header] | None = None,
     ) -> None:
-        """Hold ``buffer``, lent by ``pool``.
-
-        Args:
-            header: The frame's header, where it is known.
-            told: Returns it otherwise; waits for ``written`` if need be."""
+        """Hold ``buffer``, lent by ``pool``, with its ``header`` or what returns that once it is known."""
         super().__init__(buffer, 0, pool)
         self.written, self.uses = written, [written]
         self._header, self._told = header, told
@@ -93,9 +88,8 @@ class DeviceFrame(Frame):
         """Header of the frame; waits where only the device has it."""
         if self._header is None:
             assert self._told is not None, "a frame without a header asks for it"
-            header = self._told(self.written)
-            self.num_bytes = header_bytes(len(header.sizes)) + header.payload_bytes
-            self._header, self._told = header, None
+            self._header, self._told = self._told(self.written), None
+            self.num_bytes = header_bytes(len(self._header.sizes)) + self._header.payload_bytes
         return self._header
 
     def release(self) -> None:
@@ -109,9 +103,7 @@ _MANY = 1 << 20  # frames that may wait for the sender: the training thread neve
 
 
 class Direct(NamedTuple):
-    """Transport of payloads from device to device, to and from one other rank: its number in the groups.
-
-    A group for each direction, so that one cannot wait for the other."""
+    """Groups for payloads from device to device, one for each direction, and the number of the other rank."""
 
     peer: int
     outgoing: ProcessGroup
@@ -121,16 +113,15 @@ class Direct(NamedTuple):
 class StagedTransport:
     """Passes frames that lie on ``device``, and those on the host, in the order in which they were sent.
 
-    Args:    direct: by rank, how payloads go there without the host, as by NCCL. Its header goes over gloo
-             all the same: the receiver must know the length, and checks what was promised before it takes
-             memory for it."""
+    ``direct``: by rank, the way of payloads without the host. Their headers go over gloo all the same: the
+    receiver must know the length, and checks what was promised before it takes memory for it."""
 
     survives_failure = False
 
     def __init__(
-        self, world: World, *, device: Device, deadline: float, direct: Mapping[int, Direct] | None = None
+        self, world: World, *, device: Device, deadline: float, direct: Mapping[int, Direct]
     ) -> None:
-        self.device, self.direct = device, direct or {}
+        self.device, self.direct = device, direct
         self.pool, self.slabs = DevicePool(device, pinned=True), DevicePool(device, pinned=True)
         self.gloo = GlooTransport(world, deadline=deadline, pool=self.pool)
         self.buffers, self.coming = DevicePool(device), device.stream()
@@ -222,8 +213,7 @@ def transport_of(
     """Return the transport of a pipeline's frames in ``world``, for the devices of its ranks.
 
     Args:
-        gpus: By rank, the GPU that it computes on (``identity_of``); collective among those.
-        pool: Of the buffers of frames that are packed on the host."""
+        gpus: By rank, the GPU that it computes on (``identity_of``); collective among those."""
     if world.is_alone:
         return LocalTransport(pool)
     direct = direct_routes(world, gpus, deadline=deadline)
@@ -244,16 +234,9 @@ def direct_routes(world: World, gpus: Sequence[str | None], *, deadline: float) 
         return {}  # to NCCL a process is a rank
     assert world.group is not None, "a world of several ranks has a group"
     members = [dist.get_process_group_ranks(world.group)[rank] for rank in ranks]
-    down, up = _group(members, deadline), _group(members, deadline)
+    down, up = (group_of(members, "nccl", deadline=deadline) for _ in range(2))
     return {
         rank: Direct(ranks.index(rank), *((down, up) if rank > world.rank else (up, down)))
         for rank in ranks
         if gpus[rank] != mine
     }
-
-
-def _group(members: list[int], deadline: float) -> ProcessGroup:
-    limit = datetime.timedelta(seconds=deadline)
-    group = dist.new_group(members, limit, "nccl", use_local_synchronization=True)
-    assert isinstance(group, ProcessGroup), "a rank is a member of its own group"
-    return group

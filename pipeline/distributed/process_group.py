@@ -1,7 +1,7 @@
 """Process groups of ranks, and the notices that ranks leave in their store: failures, signs of life.
 
-The store may have gone with the rank or the link that held it, and torch's look-ups in such a store never
-return. So each runs in a thread with a short deadline, and after one that got stuck no other is tried."""
+Torch's look-ups in a store that has gone with its rank never return. So each runs in a thread with a short
+deadline, and after one that got stuck no other is tried."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-MOMENT = 1.5
-"""Seconds that a look-up in the store may take, of which ranks have one to give a sign of life."""
-
+MOMENT = 1.5  # seconds that a look-up in the store may take, of which ranks have one to give a sign of life
 _SIGN_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _ASKING = "penstock-store"
@@ -42,16 +40,14 @@ T = TypeVar("T")
 
 
 def bounded(call: Callable[[], T], *, seconds: float) -> T:
-    """Return or raise the result of ``call`` if it comes within ``seconds``.
+    """Return the result of ``call``, or raise its error.
 
-    Raises: TimeoutError: it does not, or an earlier call still has not; the thread is abandoned.
-    """
+    Raises: TimeoutError: it takes longer, and so does its thread; or an earlier call still has not ended."""
     # A thread that is stuck is the memory of it: the store did not answer this thread once.
     name = f"{_ASKING}-{threading.get_ident()}"
     if any(thread.name == name for thread in threading.enumerate()):
         raise TimeoutError("the store of the ranks did not answer before")
-    answers: list[T] = []
-    errors: list[BaseException] = []
+    answers, errors = list[T](), list[BaseException]()
 
     def ask() -> None:
         try:
@@ -81,7 +77,7 @@ class Notices:
         self._ask(lambda store: store.set(f"failed/{self.rank}", sentence), otherwise=None)
 
     def peer_failures(self) -> str:
-        """Why other ranks stopped, as they told it; "" if none did."""
+        """Return the words of other ranks that stopped, "" if none did."""
 
         def look(store: Store) -> str:
             keys = [f"failed/{other}" for other in self.others]
@@ -90,12 +86,10 @@ class Notices:
         return self._ask(look, otherwise="")
 
     def why(self, error: RuntimeError) -> str:
-        """Why a wait for all failed: in the words of a rank that failed, else who gives no sign of life."""
-        if told := self.peer_failures():
-            return told
-        quiet = self._ask(
-            lambda store: silent(store, f"lost/{self.rank}", "lost", self.others), otherwise=self.others
-        )
+        """Tell why a wait for all failed: by a rank that failed, else by who gives no sign of life."""
+        if reason := self.peer_failures():
+            return reason
+        quiet = self._ask(lambda store: silent(store, "lost", self.rank, self.others), otherwise=self.others)
         who = f"{ranks_named(quiet)} did not answer: " if quiet else ""
         return f"{who}{of_gloo(error)}"
 
@@ -123,9 +117,8 @@ class Notices:
                 store.set(f"busy/{self.rank}", _DONE)
 
     def wait_for(self, rank: int, *, deadline: float) -> None:
-        """Wait until ``rank`` has left its ``busy`` block, for as long as it gives signs of life.
+        """Wait until ``rank`` has left its ``busy`` block, with signs of life every ``deadline`` seconds.
 
-        Args:   deadline: seconds between two signs.
         Raises: TransportError: it gives none, or the store has gone."""
         store, key = self.store, f"busy/{rank}"
         assert store is not None, "there is somebody to wait for"
@@ -161,9 +154,9 @@ class Notices:
             return otherwise
 
 
-def silent(store: Store, sign: str, kind: str, others: Collection[int]) -> list[int]:
-    """Leave ``sign``; return which of ``others`` leave neither one of its ``kind`` nor word of a failure."""
-    store.set(sign, "")
+def silent(store: Store, kind: str, rank: int, others: Collection[int]) -> list[int]:
+    """Leave a sign of this ``kind``; return which of ``others`` leave neither one nor word of a failure."""
+    store.set(f"{kind}/{rank}", "")
     until = time.monotonic() + _SIGN_SECONDS
     while True:
         left = [o for o in others if not (store.check([f"{kind}/{o}"]) or store.check([f"failed/{o}"]))]
@@ -183,44 +176,15 @@ def of_gloo(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]
 
 
-def beside(process_group: ProcessGroup, *, deadline: float) -> ProcessGroup:
-    """A gloo group of the same ranks; one of threads is somebody's own, and stays what it is."""
-    if isinstance(process_group, ThreadGroup):
-        return process_group
-    return _gloo(dist.get_process_group_ranks(process_group), deadline=deadline)
-
-
-def part(group: ProcessGroup, ranks: Sequence[int], *, deadline: float) -> ProcessGroup:
-    """A group of some of the ranks of ``group``, this one among them; collective among those alone."""
-    if isinstance(group, ThreadGroup):
-        return group.part(ranks)
-    known = dist.get_process_group_ranks(group)
-    return _gloo([known[rank] for rank in ranks], deadline=deadline)
-
-
-def store_of(group: ProcessGroup) -> Store:
-    """Return the store where the ranks of ``group`` leave notices."""
-    if isinstance(group, ThreadGroup):
-        return group.store
-    return distributed_c10d._get_process_group_store(group)
-
-
-def leave(group: ProcessGroup) -> None:
-    """Close this rank's connections, if it has any."""
-    if not isinstance(group, ThreadGroup):
-        dist.destroy_process_group(group)
-
-
 def thread_of(group: ProcessGroup | None) -> int | None:
-    """The number of this rank where ranks are threads; None where they are processes."""
+    """Return the number of this rank where ranks are threads; None where they are processes."""
     return group.place if isinstance(group, ThreadGroup) else None
 
 
 def hearing(
     group: ProcessGroup | None, tell: Callable[[int], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """The block in which a signal that asks a run to stop calls ``tell``; of a process only the main thread
-    hears, which tells the ranks."""
+    """Have a signal that asks a run to stop call ``tell`` in the block, on every rank of a process."""
     return group.post.hearing(tell) if isinstance(group, ThreadGroup) else heard(tell)
 
 
@@ -233,32 +197,18 @@ def check_own(group: ProcessGroup | None, model: nn.Module) -> None:
         )
 
 
-def group_count() -> int:
-    """Number of groups that this process has made, as torch counts them."""
-    return distributed_c10d._world.group_count
-
-
-def set_group_count(number: int) -> None:
-    """Count the next group from ``number`` on."""
-    distributed_c10d._world.group_count = number
-
-
-def _gloo(ranks: Sequence[int], *, deadline: float) -> ProcessGroup:
-    group = dist.new_group(
-        list(ranks),
-        backend="gloo",
-        timeout=datetime.timedelta(seconds=deadline),
-        use_local_synchronization=True,  # no other rank need come
-    )
+def group_of(ranks: list[int], backend: str, *, deadline: float) -> ProcessGroup:
+    """Make a group of processes, this one among them; no other rank need come."""
+    limit = datetime.timedelta(seconds=deadline)
+    group = dist.new_group(ranks, limit, backend, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup), "a rank is a member of its own group"
     return group
 
 
-_LEAVING_SECONDS = 2.0
-"""How long a rank that has done its work waits for the others before it closes its connections."""
+_LEAVING_SECONDS = 2.0  # that a rank which has done its work waits for the others
 
 _FOUNDED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-"""The default groups that ``found`` started: nobody else's, so a world needs no group beside them."""
+"""The default groups of ``init_group``: nobody else's, so a world needs no group next to them."""
 
 
 class World:
@@ -282,25 +232,30 @@ class World:
         self.rank, self.size, self.notices = 0, 1, Notices(None, 0, 1)
         if process_group is None:
             return
-        own = process_group in _FOUNDED
-        self.group = process_group if own else beside(process_group, deadline=deadline)
-        self.rank, self.size = self.group.rank(), self.group.size()
-        self.notices = Notices(store_of(self.group), self.rank, self.size)
+        if isinstance(process_group, ThreadGroup):
+            group, store = process_group, process_group.store
+        else:
+            group = process_group
+            if group not in _FOUNDED:
+                group = group_of(dist.get_process_group_ranks(group), "gloo", deadline=deadline)
+            store = distributed_c10d._get_process_group_store(group)
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.notices = Notices(store, self.rank, self.size)
 
     @staticmethod
     def alone(device: Device | None = None) -> World:
-        """This process and no other."""
+        """Return the world of this process and no other."""
         return World(device=device)
 
     @staticmethod
     def default(*, device: Device | None = None, deadline: float = 60.0) -> World:
-        """The ranks of the default process group, where one is initialised; else this process alone."""
+        """Return the ranks of the default process group, where there is one; else this process alone."""
         started = dist.is_available() and dist.is_initialized()
         return World(dist.group.WORLD if started else None, device=device, deadline=deadline)
 
     @staticmethod
     def from_mesh(mesh: DeviceMesh, *, deadline: float = 60.0) -> World:
-        """The ranks along a mesh of one dimension, such as ``device_mesh["pp"]``."""
+        """Return the ranks along a mesh of one dimension, such as ``device_mesh["pp"]``."""
         if mesh.ndim != 1:
             raise TransportError(
                 f"a pipeline runs along one dimension of a mesh, found {mesh.ndim}; give mesh['pp']"
@@ -313,7 +268,7 @@ class World:
         return self.group is None
 
     def all_gather(self, numbers: Sequence[float], *, at: str = "") -> list[list[float]]:
-        """Everybody's ``numbers`` (equally many on every rank, kept as float64), by rank.
+        """Return everybody's ``numbers`` (equally many on every rank, kept as float64), by rank.
 
         ``at``, here and below: what the ranks do together, for the sentence of a rank that loses them."""
         group = self.group
@@ -325,11 +280,11 @@ class World:
         return [row.tolist() for row in rows]
 
     def all_reduce(self, numbers: Sequence[float], *, at: str = "") -> list[float]:
-        """The sums over all ranks of numbers, place by place, in the order of ranks."""
+        """Return the sums over all ranks of numbers, place by place, in the order of ranks."""
         return [sum(column) for column in zip(*self.all_gather(numbers, at=at), strict=True)]
 
     def broadcast(self, number: float, source: int, *, at: str = "") -> float:
-        """The number that rank ``source`` gives, on every rank."""
+        """Return the number that rank ``source`` gives, on every rank."""
         return self.all_gather([number], at=at)[source][0]
 
     def barrier(self) -> None:
@@ -337,7 +292,7 @@ class World:
         self.all_gather([0.0])
 
     def all_gather_json(self, item: Any, *, at: str = "") -> list[Any]:
-        """Everybody's ``item`` (anything JSON can say), by rank, on every rank."""
+        """Return everybody's ``item`` (anything JSON can say), by rank, on every rank."""
         group = self.group
         if group is None:
             return [item]
@@ -350,7 +305,7 @@ class World:
         return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
     def gather(self, frames: Sequence[torch.Tensor], *, at: str = "") -> list[list[torch.Tensor]] | None:
-        """Everybody's ``frames`` (1-D uint8 tensors), by rank, on rank 0; None elsewhere."""
+        """Return everybody's ``frames`` (1-D uint8 tensors), by rank, on rank 0; None elsewhere."""
         group = self.group
         if group is None:
             return [list(frames)]
@@ -368,12 +323,13 @@ class World:
         return gathered
 
     def level(self) -> None:
-        """Have some ranks of this world found groups of their own next; collective among all of it.
+        """Let some ranks of this world make groups of their own next; collective among all of it.
 
-        Torch names such a group by how many groups a rank has founded before, and ranks that have been in
+        Torch names such a group by how many groups a rank has made before, and ranks that have been in
         different ones would wait for each other under different names."""
         if thread_of(self.group) is None:
-            set_group_count(int(max(row[0] for row in self.all_gather([group_count()]))))
+            counts = self.all_gather([distributed_c10d._world.group_count])
+            distributed_c10d._world.group_count = int(max(row[0] for row in counts))
 
     def isend(self, tensor: torch.Tensor, target: int, *, tag: int) -> dist.Work:
         """Begin to send real numbers to rank ``target``; raises RuntimeError where the connection is gone."""
@@ -396,13 +352,14 @@ class World:
         self.all_gather([0.0], at="leaving the group")
         with contextlib.suppress(Exception):  # a peer that has left already misses nothing
             bounded(lambda: self.notices.part(_LEAVING_SECONDS), seconds=_LEAVING_SECONDS + MOMENT)
-        leave(self.group)
+        if not isinstance(self.group, ThreadGroup):
+            dist.destroy_process_group(self.group)
         self.group = None
 
-    def collective(self, call: Callable[[], Any], at: str, item: torch.Tensor) -> None:
+    def collective(self, call: Callable[[], T], at: str, item: torch.Tensor) -> T:
         """Do what several ranks do together with ``item``; raises TransportError where one is lost."""
         try:
-            call()
+            return call()
         except (RuntimeError, ValueError) as error:
             # torch's report of a failure knows no group of threads, and fails where there is a default group.
             cause = error if isinstance(error, RuntimeError) else error.__context__
@@ -418,8 +375,7 @@ def init_group(store: Store, *, rank: int, ranks: int, deadline: float) -> World
     """Become ``rank`` of ``ranks`` in a new default group that meets at ``store``.
 
     Args:    deadline: seconds until every rank must be there; then, those that any wait for all may take.
-    Raises:  TransportError: a rank is not; the sentence names it.
-    """
+    Raises:  TransportError: a rank is not; the sentence names it."""
     limit = datetime.timedelta(seconds=deadline)
     signs = {other: f"penstock/joined/{other}" for other in range(ranks)}
 
@@ -430,7 +386,17 @@ def init_group(store: Store, *, rank: int, ranks: int, deadline: float) -> World
     try:
         bounded(meet, seconds=deadline + MOMENT)
     except Exception as error:
-        raise TransportError(_who_is_missing(store, signs, ranks=ranks, deadline=deadline)) from error
+        limits = f"within {deadline:g} s; see why it"
+        try:
+            missing = bounded(
+                lambda: [str(other) for other, sign in signs.items() if not store.check([sign])],
+                seconds=MOMENT,
+            )
+        except Exception:
+            gone = f"the store where {ranks} ranks meet did not answer {limits} ended"
+            raise TransportError(gone) from error
+        names = ", ".join(missing)
+        raise TransportError(f"rank {names} of {ranks} did not join {limits} did not start") from error
     own = PrefixStore("penstock", store)
     try:
         bounded(
@@ -438,31 +404,15 @@ def init_group(store: Store, *, rank: int, ranks: int, deadline: float) -> World
             seconds=deadline + MOMENT,
         )
     except (RuntimeError, TimeoutError) as error:
-        raise TransportError(_who_is_cut_off(own, rank, ranks=ranks, error=error)) from error
+        others = [other for other in range(ranks) if other != rank]
+        with contextlib.suppress(Exception):
+            others = bounded(lambda: silent(own, "apart", rank, others) or others, seconds=MOMENT)
+        raise TransportError(
+            f"rank {rank} could not connect to {ranks_named(others)}: {of_gloo(error)}"
+        ) from error
     assert dist.group.WORLD is not None
     _FOUNDED.add(dist.group.WORLD)
     return World(dist.group.WORLD, deadline=deadline)
-
-
-def _who_is_missing(store: Store, signs: dict[int, str], *, ranks: int, deadline: float) -> str:
-    """Return the refusal when not all ranks came to the store in time, or it has gone."""
-    try:
-        missing = bounded(
-            lambda: [other for other, sign in signs.items() if not store.check([sign])],
-            seconds=MOMENT,
-        )
-    except Exception:
-        return f"the store where {ranks} ranks meet did not answer within {deadline:g} s; see why it ended"
-    names = ", ".join(map(str, missing))
-    return f"rank {names} of {ranks} did not join within {deadline:g} s; see why it did not start"
-
-
-def _who_is_cut_off(store: Store, rank: int, *, ranks: int, error: Exception) -> str:
-    """Return the refusal when ranks that met at the store found no connection to each other."""
-    others = [other for other in range(ranks) if other != rank]
-    with contextlib.suppress(Exception):
-        others = bounded(lambda: silent(store, f"apart/{rank}", "apart", others) or others, seconds=MOMENT)
-    return f"rank {rank} could not connect to {ranks_named(others)}: {of_gloo(error)}"
 
 
 class ReplicaGroup:
@@ -475,7 +425,11 @@ class ReplicaGroup:
         assert world.group is not None, "replicas are ranks of their own"
         self.world, self.ranks, self.stage = world, tuple(ranks), stage
         self.place = self.ranks.index(world.rank)
-        self.group = part(world.group, self.ranks, deadline=world.deadline)
+        if isinstance(world.group, ThreadGroup):
+            self.group: ProcessGroup = world.group.part(self.ranks)
+        else:
+            members = dist.get_process_group_ranks(world.group)
+            self.group = group_of([members[rank] for rank in ranks], "gloo", deadline=world.deadline)
         self.num_bytes = 0
 
     @property
@@ -485,33 +439,29 @@ class ReplicaGroup:
 
     def begin_to_add_up(self, numbers: torch.Tensor, *, at: str) -> dist.Work:
         """Begin to sum up real ``numbers`` over the replicas, in place; all of them get the same bits."""
-        begun: list[dist.Work] = []
         self.num_bytes += numbers.nbytes * (self.size - 1)
-        self._do(lambda: begun.append(self.group.allreduce([numbers])), at, numbers)
-        return begun[0]
+        return self._do(lambda: self.group.allreduce([numbers]), at, numbers)
 
     def begin_to_add_up_at(self, owner: int, numbers: torch.Tensor, *, at: str) -> dist.Work:
         """The same for the ``owner``-th replica alone; what the others then have there is nothing."""
         options = dist.ReduceOptions()
         options.rootRank = owner
-        begun: list[dist.Work] = []
         self.num_bytes += numbers.nbytes * (owner != self.place)
-        self._do(lambda: begun.append(self.group.reduce([numbers], options)), at, numbers)
-        return begun[0]
+        return self._do(lambda: self.group.reduce([numbers], options), at, numbers)
 
     def begin_to_broadcast(self, item: torch.Tensor, source: int, *, at: str) -> dist.Work:
         """Begin to fill ``item`` on all replicas with that of the ``source``-th."""
-        begun: list[dist.Work] = []
+        options = dist.BroadcastOptions()
+        options.rootRank = source
         self.num_bytes += item.nbytes * (self.size - 1) * (source == self.place)
-        self._do(lambda: begun.append(self.group.broadcast([_raw(item)], _from(source))), at, item)
-        return begun[0]
+        return self._do(lambda: self.group.broadcast([_raw(item)], options), at, item)
 
     def finish(self, work: dist.Work, item: torch.Tensor, *, at: str) -> None:
         """Wait until what was begun with ``item`` has been done."""
         self._do(work.wait, at, item)
 
     def largest(self, numbers: torch.Tensor, *, at: str) -> None:
-        """The largest over the replicas, place by place, in place."""
+        """Take the largest over the replicas, place by place, in place."""
         self._do(lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group), at, numbers)
 
     def push(self, item: torch.Tensor, *, source: int, target: int, at: str) -> None:
@@ -531,22 +481,14 @@ class ReplicaGroup:
     def all_gather(
         self, mine: torch.Tensor, *, at: str, into: Sequence[torch.Tensor] = ()
     ) -> list[torch.Tensor]:
-        """Gather the tensors of every replica, of this shape and dtype, in their order, ``into`` these or
-        new ones.
-        """
+        """Gather the tensors of all replicas, all of one shape and dtype, ``into`` these or new ones."""
         rows = [*into] or [torch.empty_like(mine) for _ in self.ranks]
         self.num_bytes += mine.nbytes * (self.size - 1) * bool(into)  # else no gradients
         self._do(lambda: dist.all_gather([_raw(row) for row in rows], _raw(mine), group=self.group), at, mine)
         return rows
 
-    def _do(self, call: Callable[[], object], at: str, item: torch.Tensor) -> None:
-        self.world.collective(call, f"{at} of stage {self.stage}", item)
-
-
-def _from(source: int) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank = source
-    return options
+    def _do(self, call: Callable[[], T], at: str, item: torch.Tensor) -> T:
+        return self.world.collective(call, f"{at} of stage {self.stage}", item)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,16 @@
 Four rules carry the speed on slow links: receives are posted ahead in the sender's known order, the first
 ones before the rank's first send (gloo moves nothing of a message before the receiver's ready note, which
 queues behind the rank's own data); no send is waited for before the step ends or too many bytes are in
-flight; buffers are pooled; an ordered channel per pair and direction needs no dialogue. Nothing is pickled.
-"""
+flight; buffers are pooled; an ordered channel per pair and direction needs no dialogue."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -31,11 +31,10 @@ TAG = 1 << 20  # apart from those of frames
 def measured_rates(
     world: World, links: Sequence[tuple[int, int]], *, deadline: float
 ) -> dict[tuple[int, int], float]:
-    """Bytes per second of each link (source, target), one after another; collective, the same on every rank.
+    """Return bytes per second of each link (source, target), measured one by one; collective.
 
     Probes grow until one takes long enough; the rate is that between the last two, so that neither latency
-    nor the burst that a shaped link lets pass counts.
-    """
+    nor the burst that a shaped link lets pass counts."""
     mine = [[*link, _probe(world, link, deadline)] for link in links if world.rank in link]
     rows = [row for rows in world.all_gather_json(mine) for row in rows]
     return {(source, target): rate for source, target, rate in rows if rate}
@@ -44,12 +43,9 @@ def measured_rates(
 def _probe(world: World, link: tuple[int, int], deadline: float) -> float | None:
     """Pass probes along a link, and a note back; return the rate at its source, else None."""
     source, target = link
-    here, seconds = world.rank == source, 0.0
-    before = (0, 0.0)
-    rate = None
+    before, rate = (0, 0.0), None
     for size in SIZES:
-        data = torch.zeros(size, dtype=torch.uint8)
-        note = torch.zeros(1)
+        data, note = torch.zeros(size, dtype=torch.uint8), torch.zeros(1)
         began = time.perf_counter()
         _pass(world, data, link, deadline)
         _pass(world, note, (target, source), deadline)
@@ -60,11 +56,10 @@ def _probe(world: World, link: tuple[int, int], deadline: float) -> float | None
         _pass(world, note, link, deadline)
         if note[0]:
             break
-    return rate if here else None
+    return rate if world.rank == source else None
 
 
 def _pass(world: World, tensor: torch.Tensor, link: tuple[int, int], deadline: float) -> None:
-    """Send ``tensor`` along the link, or receive it there, and wait until that is done."""
     source, target = link
     here = world.rank == source
     try:
@@ -81,35 +76,28 @@ def _pass(world: World, tensor: torch.Tensor, link: tuple[int, int], deadline: f
 class Transport(Protocol):
     """Passes frames in buffers of its ``pool``."""
 
+    survives_failure: bool  # whether another step may begin after one that failed
+
     @property
     def pool(self) -> Pool:
         """Pool of buffers for frames on the host."""
         ...
 
-    @property
-    def survives_failure(self) -> bool:
-        """True if another step may begin after one that failed."""
-        ...
-
     def begin(self, messages: StepMessages) -> None:
         """Get ready for a step that passes these."""
-        ...
 
     def send(self, message: Message, frame: Frame, messages: StepMessages) -> None:
         """Pass ``frame`` on and let go of it once it has left; the caller holds it no more. Never waits."""
-        ...
 
     def receive(self, message: Message) -> Frame:
-        """Wait for the frame of ``message``, which the caller holds; how long it is, its header says."""
+        """Wait for the frame of ``message``, which the caller holds; its header says how long it is."""
         ...
 
     def end(self, messages: StepMessages) -> None:
         """Wait until everything sent has left, but what a later slice receives."""
-        ...
 
     def fail(self, sentence: str) -> None:
         """Leave word for the other ranks why this one stops."""
-        ...
 
 
 class LocalTransport:
@@ -151,31 +139,22 @@ class _Channel:
     """Messages from one other rank, in its order: those not posted yet, and receives posted."""
 
     rank: int
-    number: int = 0
+    number: int = 0  # of messages so far; a message is known by its number on the channel
     ahead: deque[tuple[int, Message]] = dataclasses.field(default_factory=deque)
     posted: dict[Message, tuple[dist.Work, torch.Tensor]] = dataclasses.field(default_factory=dict)
-
-    def expect(self, messages: Sequence[Message]) -> None:
-        """Append messages; a message is known by its number on the channel."""
-        self.ahead.extend(enumerate(messages, start=self.number))
-        self.number += len(messages)
 
 
 class GlooTransport:
     """Frames over the group of a world; between stages of one rank through a LocalTransport.
 
-    Args:    deadline: seconds that any wait may take.
-             max_in_flight: bytes of unfinished sends after which the oldest is waited for.
-             pool: of the buffers that frames arrive in."""
+    Any wait may take ``deadline`` seconds; frames arrive in buffers of ``pool``."""
 
     survives_failure = False  # other ranks may stand anywhere in the program
 
-    def __init__(
-        self, world: World, *, deadline: float, max_in_flight: int = 1 << 28, pool: Pool | None = None
-    ) -> None:
+    def __init__(self, world: World, *, deadline: float, pool: Pool | None) -> None:
         self.world, self.rank = world, world.rank
         self.deadline = datetime.timedelta(seconds=deadline)
-        self.max_in_flight = max_in_flight
+        self.max_in_flight = 1 << 28  # bytes of unfinished sends after which the oldest is waited for
         self.local = LocalTransport(pool)
         self.pool = self.local.pool
         self.channels: dict[int, _Channel] = {}
@@ -191,7 +170,9 @@ class GlooTransport:
         # 1. Append what will come to each channel, in the order of its sender.
         for (source, target), coming in messages.channels.items():
             if target == self.rank:
-                self.channels.setdefault(source, _Channel(source)).expect(coming)
+                channel = self.channels.setdefault(source, _Channel(source))
+                channel.ahead.extend(enumerate(coming, start=channel.number))
+                channel.number += len(coming)
         # 2. Receives are posted ahead, before the first send of this rank.
         for channel in self.channels.values():
             while len(channel.posted) < messages.window and channel.ahead:
@@ -203,12 +184,8 @@ class GlooTransport:
         if target == self.rank:
             return self.local.send(message, frame, messages)
         number = self.sent_to[target] = self.sent_to.get(target, -1) + 1
-        try:
+        with self._bounded(message, frame.num_bytes, "could not be sent to", target):
             work = self.world.isend(frame.buffer[: frame.num_bytes], target, tag=number)
-        except RuntimeError as error:
-            raise self._lost(
-                message, frame.num_bytes, f"could not be sent to rank {target}", error
-            ) from error
         self.sending.append((work, frame, message))
         self.in_flight += frame.num_bytes
         while self.in_flight > self.max_in_flight:
@@ -227,12 +204,8 @@ class GlooTransport:
         while message not in channel.posted:
             self._post(channel)
         work, buffer = channel.posted.pop(message)
-        try:
+        with self._bounded(message, message.frame_bytes, "did not arrive from", source):
             work.wait(self.deadline)
-        except RuntimeError as error:
-            raise self._lost(
-                message, message.frame_bytes, f"did not arrive from rank {source}", error
-            ) from error
         self._post(channel)
         return Frame(buffer, 0, self.pool)
 
@@ -252,32 +225,27 @@ class GlooTransport:
             return
         number, message = channel.ahead.popleft()
         buffer = self.pool.take(message.frame_bytes)
-        try:
+        with self._bounded(message, message.frame_bytes, "was not offered by", channel.rank):
             work = self.world.irecv(buffer, channel.rank, tag=number)
-        except RuntimeError as error:
-            raise self._lost(
-                message, message.frame_bytes, f"was not offered by rank {channel.rank}", error
-            ) from error
         channel.posted[message] = work, buffer
 
     def _finish(self, place: int) -> None:
         work, frame, message = self.sending[place]
         del self.sending[place]
         self.in_flight -= frame.num_bytes
-        try:
+        with self._bounded(message, frame.num_bytes, "was not taken by", message.ranks[1]):
             work.wait(self.deadline)
-        except RuntimeError as error:
-            raise self._lost(
-                message, frame.num_bytes, f"was not taken by rank {message.ranks[1]}", error
-            ) from error
         frame.release()
 
-    def _lost(self, message: Message, num_bytes: int, what: str, error: RuntimeError) -> TransportError:
-        """Return the error of a failed wait: the message, the deadline and the reason of the rank that
-        failed.
+    @contextlib.contextmanager
+    def _bounded(self, message: Message, num_bytes: int, what: str, rank: int) -> Iterator[None]:
+        """Name the message, the deadline and the reason of the rank that failed where gloo fails.
 
         ``num_bytes``: of the frame; where it is not there yet, of the longest that may come."""
-        way = f"{num_bytes:,} bytes from stage {message.source} to stage {message.target}"
-        reason = self.world.notices.peer_failures() or of_gloo(error)
-        limit = self.deadline.total_seconds()
-        return TransportError(f"{message}, {way}, {what} within {limit:g} s: {reason}")
+        try:
+            yield
+        except RuntimeError as error:
+            way = f"{num_bytes:,} bytes from stage {message.source} to stage {message.target}"
+            reason = self.world.notices.peer_failures() or of_gloo(error)
+            limit = f"rank {rank} within {self.deadline.total_seconds():g} s"
+            raise TransportError(f"{message}, {way}, {what} {limit}: {reason}") from error
