@@ -1,7 +1,6 @@
 """Reports of failed ranks, and the one cause among the consequences (law L7).
 
-When one rank ends, all others lose a peer and report that; the sentence that a person reads must name the
-first."""
+When one rank ends, all others lose a peer; the sentence that a person reads must name the first."""
 
 from __future__ import annotations
 
@@ -21,14 +20,11 @@ from .processes import Ends
 
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
-_GLOO = "gloo/transport"
-"""Stands in what gloo says of a connection that broke, which is never a rank's own failure."""
+_GLOO = "gloo/transport"  # in gloo's error for a connection that broke, never a rank's own failure
 
 
 class Lost(TransportError):
-    """Ranks were killed, lost or hang, none by an error of its own: another try may go well.
-
-    Attributes: rank: the first of them, where that is known."""
+    """Ranks were killed, lost or hang, ``rank`` the first, none by its own error: another try may go well."""
 
     def __init__(self, sentence: str, *, rank: int | None = None) -> None:
         super().__init__(sentence)
@@ -47,13 +43,19 @@ class Failure:
 
 
 def leave(errors: Path, error: BaseException, *, rank: int | None = None) -> Failure:
-    """Write what ended this rank into the folder ``errors``, whole or not at all; returns it.
+    """Write what ended this rank into the folder ``errors``, whole or not at all; return it.
 
-    Args: rank: where it is a thread; None: as the environment says."""
+    ``rank``: where it is a thread; None: as the environment says."""
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     path = errors / f"rank{rank}.json"
     consequence = isinstance(error, TransportError) or _GLOO in str(error)
-    sentence = str(error) if isinstance(error, PenstockError) else _unexpected(error)
+    sentence = str(error)
+    if not isinstance(error, PenstockError):
+        sentence = f"{type(error).__name__}: {error}"
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        # Torch reports some deaths of a loader's worker as a connection or a file that is gone.
+        if isinstance(error, OSError | EOFError) and any(_LOADER in file for file in files):
+            sentence = f"a DataLoader worker died before its batch was here ({sentence})"
     sentence = sentence if sentence.startswith(f"rank {rank}") else f"rank {rank}: {sentence}"
     failure = Failure(
         rank=rank,
@@ -73,18 +75,8 @@ def leave(errors: Path, error: BaseException, *, rank: int | None = None) -> Fai
     return failure
 
 
-def _unexpected(error: BaseException) -> str:
-    """Format an error that is not ours; torch reports some deaths of a loader's worker as a connection
-    or a file that is gone."""
-    said = f"{type(error).__name__}: {error}"
-    places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, OSError | EOFError) and any(_LOADER in place for place in places):
-        return f"a DataLoader worker died before its batch was here ({said})"
-    return said
-
-
 def read_failures(errors: Path) -> list[Failure]:
-    """Return what the ranks left, in the order in which they failed; a half-written file says nothing."""
+    """Return the reports of ranks in the order in which they failed, without those that are half-written."""
     failures = []
     for path in errors.glob("rank*.json"):
         with contextlib.suppress(ValueError, TypeError):
@@ -95,8 +87,8 @@ def read_failures(errors: Path) -> list[Failure]:
 def cause(
     ends: Ends, failures: Sequence[Failure], *, stages_of_rank: Sequence[Sequence[int]]
 ) -> PenstockError:
-    """Choose what to tell: a rank's own error, else a rank that ended mute, else one that did not even end
-    when told to, else the first that lost a peer. Its notes have the traceback of a rank that left one."""
+    """Return a rank's own error, else a rank that ended mute, else one that did not even end when told to,
+    else the first that lost a peer; with the traceback of a rank that left one."""
     own = [failure for failure in failures if not failure.consequence]
     chosen = PenstockError(own[0].sentence) if own else _lost(ends, failures, stages_of_rank)
     if first := own or failures:
@@ -105,28 +97,20 @@ def cause(
 
 
 def _lost(ends: Ends, failures: Sequence[Failure], stages_of_rank: Sequence[Sequence[int]]) -> Lost:
-    told = {failure.rank for failure in failures}
-    mute = [rank for rank in ends.codes if rank not in told]
-    seen = f"; {failures[0].sentence}" if failures else ""
+    reported = {failure.rank for failure in failures}
+    mute = [rank for rank in ends.codes if rank not in reported]
     if mute:
         # gloo may abort a process whose peer has gone, so an abort is the last to be the cause.
         rank = min(mute, key=lambda rank: ends.codes[rank] == -signal.SIGABRT)
-        return Lost(f"{_named(rank, stages_of_rank)} {_how(ends.codes[rank])}{seen}", rank=rank)
-    if ends.stuck:
-        rank = ends.stuck[0]
-        how = "was stopped or hangs: it did not even end when it was told to"
-        return Lost(f"{_named(rank, stages_of_rank)} {how}{seen}", rank=rank)
-    return Lost(failures[0].sentence)
-
-
-def _how(code: int) -> str:
-    """Describe the end of a rank that left no sentence."""
-    if code >= 0:
-        return f"ended with exit code {code} and gave no reason; look at its output above"
-    name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
-    return f"was killed by {name}" + "; if nobody did that, memory ran out" * (name == "SIGKILL")
-
-
-def _named(rank: int, stages_of_rank: Sequence[Sequence[int]]) -> str:
-    stages = stages_of_rank[rank]
-    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+        code = ends.codes[rank]
+        name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+        end = f"was killed by {name}" + "; if nobody did that, memory ran out" * (name == "SIGKILL")
+        if code >= 0:
+            end = f"ended with exit code {code} and gave no reason; look at its output above"
+    elif ends.stuck:
+        rank, end = ends.stuck[0], "was stopped or hangs: it did not even end when it was told to"
+    else:
+        return Lost(failures[0].sentence)
+    stages, seen = stages_of_rank[rank], f"; {failures[0].sentence}" if failures else ""
+    where = f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+    return Lost(f"{where} {end}{seen}", rank=rank)

@@ -208,7 +208,7 @@ class StagedTransport:
 
 
 def transport_of(
-    world: World, *, device: Device, gpus: Sequence[str | None], deadline: float, pool: Pool | None = None
+    world: World, *, device: Device, gpus: Sequence[str | None], deadline: float, pool: Pool
 ) -> Transport:
     """Return the transport of a pipeline's frames in ``world``, for the devices of its ranks.
 

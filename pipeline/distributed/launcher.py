@@ -29,18 +29,24 @@ if TYPE_CHECKING:
 
 
 PREFIX = "penstock_run_"
-SECONDS = 60
-"""From this age on a folder without a lock is left over, and not one that is being made."""
+SECONDS = 60  # of age, from which a folder without a lock is left over, and not one that is being made
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
     """Yield a folder that only this user may enter; it goes with the block.
 
-    Raises:
-        OSError: The directory for temporary files (TMPDIR) takes none.
-    """
-    _sweep(Path(tempfile.gettempdir()))
+    What killed processes left goes first. Raises: OSError: the directory for temporary files takes none."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another process sweeps, or it is another user's
+            folder = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(folder)
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > SECONDS:
+                    shutil.rmtree(left)
+            finally:
+                os.close(folder)
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as path:
         folder = os.open(path, os.O_RDONLY)
         try:
@@ -51,23 +57,7 @@ def private_folder() -> Iterator[Path]:
             os.close(folder)
 
 
-def _sweep(directory: Path) -> None:
-    """Remove the folders of this user that nobody holds any more."""
-    for path in directory.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another process sweeps, or it is another user's
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                found = os.fstat(folder)
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > SECONDS:
-                    shutil.rmtree(path)
-            finally:
-                os.close(folder)
-
-
-MEETING = "PENSTOCK_MEETING"
-"""The environment variable with the folder where the ranks of a local run meet."""
-
+MEETING = "PENSTOCK_MEETING"  # the environment variable with the folder where ranks of a local run meet
 _PAUSE = 0.05
 
 
@@ -80,9 +70,7 @@ class Launched:
 
     @staticmethod
     def of_environment() -> Launched | None:
-        """Read the launcher's variables of the environment; None in a process, or a rank, that we started.
-
-        Raises: ConfigError: they give no rank among so many."""
+        """Read the launcher's variables of the environment; None in a process, or a rank, that we started."""
         if MEETING in os.environ or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return None
         rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -94,9 +82,7 @@ class Launched:
         return Launched(rank=int(rank), ranks=int(ranks))
 
     def check(self, ranks: int) -> None:
-        """Refuse a run of another number of ranks than there are.
-
-        Raises: ConfigError: it is another."""
+        """Refuse a run of another number of ranks than there are; raises ConfigError."""
         if ranks != self.ranks:
             raise ConfigError(
                 f"the launcher started {self.ranks} processes (WORLD_SIZE={self.ranks}), and the run has "
@@ -105,7 +91,7 @@ class Launched:
 
 
 def fresh(store: Store, *, rank: int, ranks: int, deadline: float) -> Store:
-    """The part of ``store`` that only these processes share, and none that was restarted has written to.
+    """Return the part of ``store`` that only these processes share, and none that was restarted.
 
     A launcher may keep one store through restarts of its processes and changes of their number, so each of
     them gives a new sign, and rank 0 answers to that sign alone: it names a part of the store that is new.
@@ -133,8 +119,7 @@ def fresh(store: Store, *, rank: int, ranks: int, deadline: float) -> Store:
     return PrefixStore(f"penstock/{own}", store)
 
 
-MOST_RANKS_PER_CORE = 4
-"""More than this only take each other's time and memory."""
+MOST_RANKS_PER_CORE = 4  # more only take each other's time and memory
 
 
 def cores() -> int:
@@ -158,10 +143,7 @@ def local_rank() -> int:
 
 
 def check_ranks(ranks: int) -> None:
-    """Refuse more ranks than this machine can start, or other ones than a launcher did.
-
-    Raises: ConfigError: more than ``MOST_RANKS_PER_CORE`` for each core.
-    """
+    """Refuse more ranks than this machine can start, or other ones than a launcher did."""
     if launched := Launched.of_environment():
         launched.check(ranks)
         return
@@ -177,11 +159,16 @@ def init(*, deadline: float = 60.0) -> World:
     """Join the ranks of a local run, or those that torchrun's environment describes; where a default process
     group is initialised, its ranks; started plainly, this process alone.
 
-    Args:   deadline: seconds until every rank must have joined.
-    Raises: TransportError: there is no store to meet at, or a rank did not join; the sentence names it.
+    Args:
+        deadline: Seconds until every rank must have joined.
+
+    Returns:
+        The ranks.
+
+    Raises:
+        TransportError: There is no store to meet at, or a rank did not join; the sentence names it.
     """
-    from . import process_group
-    from .process_group import World, init_group
+    from .process_group import MOMENT, World, bounded, init_group
 
     world = World.default(deadline=deadline)
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys() or not world.is_alone:
@@ -189,9 +176,7 @@ def init(*, deadline: float = 60.0) -> World:
     if os.environ["WORLD_SIZE"] == "1" and (os.environ.pop(MEETING, None) or "MASTER_ADDR" not in os.environ):
         return world  # nobody else comes
     try:
-        store, rank, ranks = process_group.bounded(
-            lambda: _meeting(deadline), seconds=deadline + process_group.MOMENT
-        )
+        store, rank, ranks = bounded(lambda: _meeting(deadline), seconds=deadline + MOMENT)
     except TransportError:
         raise
     except Exception as error:
@@ -202,9 +187,7 @@ def init(*, deadline: float = 60.0) -> World:
 
 
 def check_joined(world: World) -> World:
-    """Refuse ranks that a launcher started and that would each train alone; return ``world``.
-
-    Raises: ConfigError: this is one of several such processes, and no group of them was made."""
+    """Refuse ranks that a launcher started and that would each train alone; return ``world``."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if world.is_alone and "RANK" in os.environ and ranks != "1":
         raise ConfigError(
@@ -249,28 +232,36 @@ def start_ranks(
     Raises: PenstockError: the first cause among the failures, as one sentence. Stopped: the ranks were asked
             to stop, and did. No rank is left running, whatever is raised.
     """
-    size = len(stages_of_rank)
+    size, loopback = len(stages_of_rank), [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if not (device or loopback):
+        raise TransportError("ranks speak over the loopback device, and this machine has none; take ranks=1")
     # -P and PYTHONPATH: the ranks find modules where this process does, the user's own included.
     command = [sys.executable, "-P", "-m", first.__name__, module, *arguments]
-    with contextlib.ExitStack() as made:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(private_folder())
+        except OSError as error:
+            raise TransportError(
+                f"ranks meet in a temporary folder, and there is none ({error}); name one with TMPDIR"
+            ) from error
         environment = os.environ | {
             "WORLD_SIZE": str(size),
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "GLOO_SOCKET_IFNAME": device or _loopback(),
-            MEETING: _meeting_folder(made),
+            "GLOO_SOCKET_IFNAME": device or loopback[0],
+            MEETING: str(folder),
             first.LAUNCHER: str(os.getpid()),
         }
-        found = run_together(
+        exits = run_together(
             (
                 ([*end, *command], environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
                 for rank, end in enumerate(ends or [()] * size)
             ),
             start=start,
         )
-    if found.stopped:
-        raise Stopped(found.stopped)
-    if found.codes:
-        raise cause(found, read_failures(errors), stages_of_rank=stages_of_rank)
+    if exits.stopped:
+        raise Stopped(exits.stopped)
+    if exits.codes:
+        raise cause(exits, read_failures(errors), stages_of_rank=stages_of_rank)
 
 
 def run_rank(work: Callable[[], None], errors: Path) -> None:
@@ -291,20 +282,3 @@ def end(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
     os._exit(code)
-
-
-def _meeting_folder(made: contextlib.ExitStack) -> str:
-    """Make a folder that lasts as long as ``made`` is open."""
-    try:
-        return str(made.enter_context(private_folder()))
-    except OSError as error:
-        raise TransportError(
-            f"ranks meet in a temporary folder, and there is none ({error}); name one with TMPDIR"
-        ) from error
-
-
-def _loopback() -> str:
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if not names:
-        raise TransportError("ranks speak over the loopback device, and this machine has none; take ranks=1")
-    return names[0]

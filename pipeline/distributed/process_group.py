@@ -233,7 +233,7 @@ class World:
         if process_group is None:
             return
         if isinstance(process_group, ThreadGroup):
-            group, store = process_group, process_group.store
+            group, store = process_group, process_group.post.store
         else:
             group = process_group
             if group not in _FOUNDED:

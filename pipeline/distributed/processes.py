@@ -1,7 +1,7 @@
 """Processes that live and end together: when one fails, all end, and how each of them ended is known.
 
-torch's elastic launcher would start them as well. It meets at a store that every machine of the network may
-write to, and it gives a process that hangs half a minute; here nothing listens."""
+torch's elastic launcher meets at a store that every machine of the network may write to, and gives a process
+that hangs half a minute; here nothing listens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from ...compression.errors import TransportError
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
-SAME_SECONDS = 1.0
-"""Signals this close are one request: a batch system and a launcher both send it."""
+SAME_SECONDS = 1.0  # signals this close are one request: a batch system and a launcher both send it
 
 
 class Stopped(KeyboardInterrupt):
@@ -39,8 +38,9 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def heard(tell: Callable[[int], None]) -> Iterator[None]:
-    """Inside, a signal of ``ASKING`` calls ``tell`` with its number; the same one again means what it did
-    before. Only the main thread hears; signals that this process ignores it goes on ignoring."""
+    """Have a signal of ``ASKING`` call ``tell`` with its number; the same one again means what it did before.
+
+    Only the main thread hears; signals that this process ignores it goes on ignoring."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -70,16 +70,10 @@ def _restore(handlers: dict[signal.Signals, Callable[[int, FrameType | None], ob
         signal.signal(number, handler)
 
 
-_LAST_WORDS_SECONDS = 2.0
-"""How long the others may take to say what they were waiting for, once one has failed."""
-
-_GRACE_SECONDS = 1.0
-"""How long a process may take to end when it is told to; one that does not has stopped or hangs."""
-
+_LAST_WORDS_SECONDS = 2.0  # for the others to say what they were waiting for, once one has failed
+_GRACE_SECONDS = 1.0  # for a process to end when it is told to; one that does not has stopped or hangs
 _POLL_SECONDS = 0.05
-
-_END = signal.SIGUSR2
-"""Tells a process to end: nobody handles it, as a rank does SIGTERM, and nobody ignores it."""
+_END = signal.SIGUSR2  # tells a process to end: nobody handles it, as a rank does SIGTERM, or ignores it
 
 Process = subprocess.Popen[bytes]
 
@@ -89,21 +83,15 @@ StartProcess = Callable[[Sequence[str], Mapping[str, str]], Process]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Exits of processes, by their number.
+    """Exits of processes, by their number."""
 
-    Attributes:
-        codes: exit codes of those that failed by themselves, in their order; negative for a signal.
-        stuck: those that did not end on request; first those that were stopped.
-        asked: the signals that were passed on to them.
-    """
-
-    codes: Mapping[int, int]
-    stuck: Sequence[int]
-    asked: Sequence[int] = ()
+    codes: Mapping[int, int]  # of those that failed by themselves, in their order; negative for a signal
+    stuck: Sequence[int]  # those that did not end on request; first those that were stopped
+    asked: Sequence[int] = ()  # the signals that were passed on to them
 
     @property
     def stopped(self) -> int:
-        """The signal that all of those ended for that did not end well; 0: they ended for something else.
+        """Return the signal for which all ended that did not end well, else 0.
 
         One that does not listen yet dies of what is passed on to it."""
         for number in ASKING:
@@ -114,10 +102,7 @@ class Ends:
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str]) -> Process:
-    """Start a command with the environment.
-
-    Raises: TransportError: it could not be started.
-    """
+    """Start a command with the environment; raises TransportError where it could not be."""
     try:
         # In a session of its own, a process does not hear Ctrl-C and has nothing to say of it; we end it.
         return subprocess.Popen(command, env=environment, start_new_session=True)
@@ -125,19 +110,11 @@ def start_process(command: Sequence[str], environment: Mapping[str, str]) -> Pro
         raise TransportError(f"{command[0]} could not be started: {error.strerror or error}") from error
 
 
-def run_together(
-    starts: Iterable[tuple[Sequence[str], Mapping[str, str]]],
-    *,
-    start: StartProcess = start_process,
-) -> Ends:
+def run_together(starts: Iterable[tuple[Sequence[str], Mapping[str, str]]], *, start: StartProcess) -> Ends:
     """Run a process for each (command, environment), wait, and leave none behind, whatever is raised.
 
-    What asks this process to stop (``signals.ASKING``) is passed on to them, who know where they can.
-
-    Raises: TransportError: one could not be started.
-    """
-    processes: list[Process] = []
-    asked: list[int] = []
+    What asks this process to stop (``ASKING``) is passed on to them, who know where they can."""
+    processes, asked = list[Process](), list[int]()
 
     def pass_on(number: int) -> None:
         asked.append(number)
@@ -149,10 +126,14 @@ def run_together(
             processes.append(start(command, environment))
         with heard(pass_on):
             codes = _wait(processes)
-        left = codes or any(_code(process) is None for process in processes)
-        return Ends(codes=codes, stuck=_tell_to_end(processes) if left else [], asked=asked)
+        return Ends(codes=codes, stuck=_tell_to_end(processes), asked=asked)
     finally:
-        _kill(processes)
+        for process in processes:
+            if _code(process) is None:
+                _signal(process, signal.SIGKILL)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it for a dead disk
+                process.wait(_GRACE_SECONDS)
 
 
 def _wait(processes: Sequence[Process]) -> dict[int, int]:
@@ -173,8 +154,7 @@ def _wait(processes: Sequence[Process]) -> dict[int, int]:
 
 
 def _code(process: Process) -> int | None:
-    """Return the exit code, None while it runs; processes that it left, such as a loader's workers, end with
-    it.
+    """Return the exit code, None while it runs; what it left, such as a loader's workers, ends with it.
 
     Until it is reaped nobody else gets its number, by which they are found."""
     if process.returncode is None and hasattr(os, "waitid"):
@@ -194,23 +174,14 @@ def _tell_to_end(processes: Sequence[Process]) -> list[int]:
         time.sleep(_POLL_SECONDS)
         alive = {number: process for number, process in alive.items() if _code(process) is None}
     # What is large takes its time to end; what somebody stopped never does, so it comes first.
-    return sorted(alive, key=lambda number: not _is_stopped(alive[number]))
+    return sorted(alive, key=lambda number: not _is_stopped(alive[number].pid))
 
 
-def _is_stopped(process: Process) -> bool:
-    """True if the process is held by SIGSTOP or a debugger (Linux only)."""
+def _is_stopped(pid: int) -> bool:
+    """True if a process is held by SIGSTOP or a debugger (Linux only)."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
-
-
-def _kill(processes: Sequence[Process]) -> None:
-    for process in processes:
-        if _code(process) is None:
-            _signal(process, signal.SIGKILL)
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it for a dead disk
-            process.wait(_GRACE_SECONDS)
 
 
 def _signal(process: Process, number: signal.Signals) -> None:

@@ -1,6 +1,6 @@
-"""A group of ranks that are threads of one process: what torch's groups do, through the memory they share.
+"""A group of ranks that are threads of one process: collectives and messages through the memory they share.
 
-Of what all do together each leaves a copy, which the others read; sums go in the order of ranks, so all have
+For a collective each rank leaves a copy, which the others read; sums go in the order of ranks, so all have
 the same bits. Ending wakes everybody who waits, which gloo between threads does not: its connections close
 with the last reference to a group (torch 2.15), and the traceback of a rank that failed holds one."""
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import functools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.distributed_c10d import ProcessGroup, ReduceOp, Store, Work
+from torch.distributed.distributed_c10d import ProcessGroup, ReduceOp, Work
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...stages.device import is_gpu
@@ -27,12 +28,10 @@ Key = tuple[Any, ...]
 
 
 class Post:
-    """Mailbox of threads, by keys that name the group, the place and the number.
-
-    Attributes: ended: why nobody waits any more; "" as long as they do."""
+    """Mailbox of threads, by keys that name the group, the place and the number."""
 
     def __init__(self) -> None:
-        self.ended, self.store = "", HashStore()
+        self.ended, self.store = "", HashStore()  # why nobody waits any more; "" as long as they do
         self._changed = threading.Condition()
         self._halves: dict[Key, deque[Letter]] = {}
         self._left: dict[Key, tuple[Any, int]] = {}
@@ -47,7 +46,7 @@ class Post:
 
     @contextlib.contextmanager
     def hearing(self, tell: Callable[[int], None]) -> Iterator[None]:
-        """The block in which a signal calls ``tell`` with its number."""
+        """Have a signal call ``tell`` with its number in the block."""
         self._listeners.append(tell)
         try:
             yield
@@ -62,25 +61,30 @@ class Post:
             raise Stopped(number)
 
     def claim(self, model: nn.Module, rank: int) -> str:
-        """Note that ``rank`` trains ``model``; the name of a parameter that another one does, "" if none."""
+        """Note that ``rank`` trains ``model``; return a parameter that another one trains, "" if none."""
         with self._changed:
             for name, parameter in model.named_parameters():
                 if self._holds.setdefault(parameter, rank) != rank:
                     return name
         return ""
 
-    def match(self, key: Key, letter: Letter) -> None:
-        """Bring the halves of a message together, in the order in which they come."""
+    def match(self, key: Key, letter: Letter) -> Letter:
+        """Bring the halves of a message together, in the order in which they come; return ``letter``."""
         with self._changed:
             self._check()
             waiting = self._halves.setdefault(key, deque())
             if not waiting or waiting[0].sends == letter.sends:
-                return waiting.append(letter)
+                waiting.append(letter)
+                return letter
             other = waiting.popleft()
-        letter.meet(other)
+        sent, into = (letter, other) if letter.sends else (other, letter)
+        assert sent.buffer.nbytes <= into.buffer.nbytes, "a receiver knows the most that may come"
+        # No mode of torch sees it, and other threads run meanwhile.
+        ctypes.memmove(into.buffer.data_ptr(), sent.buffer.data_ptr(), sent.buffer.nbytes)
         with self._changed:
             letter.there = other.there = True
             self._changed.notify_all()
+        return letter
 
     def leave(self, key: Key, item: Any, readers: int) -> None:
         """Put down what so many will ``take``."""
@@ -120,12 +124,6 @@ class Letter(Work):
         assert not is_gpu(buffer.device), "frames travel on the host"
         self.post, self.buffer, self.seconds, self.sends, self.there = post, buffer, seconds, sends, False
 
-    def meet(self, other: Letter) -> None:
-        """Copy; no mode of torch sees it."""
-        sent, into = (self.buffer, other.buffer) if self.sends else (other.buffer, self.buffer)
-        assert sent.nbytes <= into.nbytes, "a receiver knows the most that may come"
-        ctypes.memmove(into.data_ptr(), sent.data_ptr(), sent.nbytes)  # other threads run meanwhile
-
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Wait until it has gone over."""
         seconds = timeout.total_seconds() if timeout else self.seconds
@@ -137,13 +135,6 @@ class Letter(Work):
 # pyright: reportIncompatibleMethodOverride=false
 
 
-_ADD: Mapping[Any, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.MIN: torch.minimum,
-}
-
-
 class Together(Work):
     """Collective of several ranks, done by the first that waits for it."""
 
@@ -152,7 +143,7 @@ class Together(Work):
         self.do, self.seconds, self.done = do, seconds, False
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Take what the others left."""
+        """Do it, once."""
         if not self.done:
             with torch.no_grad():
                 self.do(timeout.total_seconds() if timeout else self.seconds)
@@ -172,17 +163,12 @@ class ThreadGroup(ProcessGroup):
 
     @staticmethod
     def create(ranks: int, *, deadline: float) -> list[ThreadGroup]:
-        """The ends of a new group, by rank; any wait takes ``deadline`` seconds at most."""
+        """Return the ends of a new group, by rank; any wait takes ``deadline`` seconds at most."""
         post = Post()
         return [ThreadGroup(post, rank, ranks, deadline=deadline) for rank in range(ranks)]
 
-    @property
-    def store(self) -> Store:
-        """Store where the ranks leave notices."""
-        return self.post.store
-
     def part(self, ranks: Sequence[int]) -> ThreadGroup:
-        """This rank's end of a group of some of the ranks; each of them asks for it, and nobody else."""
+        """Return this rank's end of a group of some of the ranks; each of them asks, and nobody else."""
         chosen = tuple(ranks)
         self._counts[chosen] += 1
         key, place = (*self.key, chosen, self._counts[chosen]), chosen.index(self.place)
@@ -191,58 +177,48 @@ class ThreadGroup(ProcessGroup):
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:
         """Begin to send; the buffer is the receiver's to read until it has ended."""
         letter = Letter(self.post, tensors[0], self.seconds, sends=True)
-        self.post.match((self.key, self.place, dstRank, tag), letter)
-        return letter
+        return self.post.match((self.key, self.place, dstRank, tag), letter)
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Work:
         """Begin to receive."""
         letter = Letter(self.post, tensors[0], self.seconds, sends=False)
-        self.post.match((self.key, srcRank, self.place, tag), letter)
-        return letter
+        return self.post.match((self.key, srcRank, self.place, tag), letter)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Everybody's tensor, by rank."""
 
-        def fill(found: list[torch.Tensor]) -> None:
-            for row, theirs in zip(output_tensors[0], found, strict=True):
+        def fill(all_of: list[torch.Tensor]) -> None:
+            for row, theirs in zip(output_tensors[0], all_of, strict=True):
                 row.copy_(theirs)
 
         return self._all(input_tensors[0], fill)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        """The sum (or largest, smallest) over the ranks, in their order, in place."""
-        return self._all(tensors[0], lambda found: tensors[0].copy_(_added(found, opts)))
+        """The sum (or largest) over the ranks, in their order, in place."""
+        return self._all(tensors[0], lambda all_of: tensors[0].copy_(_reduced(all_of, opts)))
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """The same on one rank; the others keep what they have."""
-        root = _root(opts)
-        if self.place == root:
-            return self._all(tensors[0], lambda found: tensors[0].copy_(_added(found, opts)), of=(root,))
-        return self._all(tensors[0], None, of=(root,))
+        root = opts.rootRank
+        reads = self.place == root
+        then = (lambda all_of: tensors[0].copy_(_reduced(all_of, opts))) if reads else None
+        return self._all(tensors[0], then, of=(root,))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Copy the tensors of one rank to all."""
-        root = _root(opts)
+        root = opts.rootRank
         mine = tensors[0] if self.place == root else None
-        return self._all(mine, lambda found: tensors[0].copy_(found[0]), by=(root,))
+        return self._all(mine, lambda sent: tensors[0].copy_(sent[0]), by=(root,))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """A piece for each of what one rank has."""
-        root, piece = _root(opts), output_tensors[0]
+        root, piece = opts.rootRank, output_tensors[0]
         mine = torch.stack(list(input_tensors[0])) if self.place == root else None
-        return self._all(mine, lambda found: piece.copy_(found[0][self.place]), by=(root,))
-
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
-        """Of the sums over the ranks one piece for each."""
-
-        def add(found: list[torch.Tensor]) -> None:
-            output_tensors[0].copy_(_added([theirs[self.place] for theirs in found], opts))
-
-        return self._all(torch.stack(list(input_tensors[0])), add)
+        return self._all(mine, lambda sent: piece.copy_(sent[0][self.place]), by=(root,))
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for everybody."""
-        return self._all(torch.empty(0), lambda found: None)
+        return self._all(torch.empty(0), lambda all_of: None)
 
     def getBackendName(self) -> str:
         """Name of the backend for torch."""
@@ -256,34 +232,26 @@ class ThreadGroup(ProcessGroup):
         by: Sequence[int] | None = None,
         of: Sequence[int] | None = None,
     ) -> Work:
-        """Leave a copy of ``mine``, and do something with those of the ranks ``by`` (None: all of them).
+        """Leave a copy of ``mine`` for the ranks ``of``, and pass the copies of the ranks ``by`` to ``then``.
 
-        Args:
-            of: The ranks that read; None: all. This one does if there is something to do ``then``."""
+        None: all ranks; of ``then``: this one reads nothing."""
         self._number += 1
-        number, readers = self._number, len(self.ranks if of is None else of)
+        number = self._number
         if mine is not None:
-            self.post.leave((self.key, number, self.place), mine.detach().clone(), readers)
+            self.post.leave((self.key, number, self.place), mine.detach().clone(), len(of or self.ranks))
 
         def do(seconds: float) -> None:
             if then is not None:
-                sources = self.ranks if by is None else by
-                then([self.post.take((self.key, number, source), seconds) for source in sources])
+                then([self.post.take((self.key, number, source), seconds) for source in by or self.ranks])
 
         return Together(do, self.seconds)
 
 
-def _root(opts: Any) -> int:
-    return 0 if opts is None else opts.rootRank
-
-
-def _added(found: Sequence[torch.Tensor], opts: Any) -> torch.Tensor:
+def _reduced(tensors: Sequence[torch.Tensor], opts: Any) -> torch.Tensor:
     """Reduce in the order of ranks."""
     asked = ReduceOp.SUM if opts is None else opts.reduceOp
-    add = next((add for kind, add in _ADD.items() if asked == kind), None)
-    if add is None:
-        raise ValueError(f"ranks that are threads add up, or take the largest or smallest, found {asked}")
-    total = found[0]
-    for theirs in found[1:]:
-        total = add(total, theirs)
-    return total
+    if asked == ReduceOp.SUM:  # no tuple or dict: torch's type compares by this side alone
+        return functools.reduce(torch.add, tensors)
+    if asked == ReduceOp.MAX:
+        return functools.reduce(torch.maximum, tensors)
+    raise ValueError(f"ranks that are threads add up, or take the largest, found {asked}")

@@ -32,12 +32,7 @@ from .process_group import MOMENT, World
 from .processes import Ends, Stopped, heard
 from .thread_group import Post, ThreadGroup
 
-# Each method of a ProcessGroup has several forms; ours is the one that torch.distributed calls.
-# pyright: reportIncompatibleMethodOverride=false
-
-
-_LAST_WORDS_SECONDS = 2 * MOMENT
-"""How long a thread whose wait has ended may take to find out why."""
+_LAST_WORDS_SECONDS = 2 * MOMENT  # for a thread whose wait has ended to find out why
 
 T = TypeVar("T")
 
@@ -58,7 +53,7 @@ def in_threads(function: Callable[[World], T], *, ranks: int, deadline: float = 
 
 
 def worlds_of(ranks: int, *, deadline: float) -> list[World]:
-    """The worlds of so many threads, by rank."""
+    """Return the worlds of so many threads, by rank."""
     return [World(group, deadline=deadline) for group in ThreadGroup.create(ranks, deadline=deadline)]
 
 
@@ -71,7 +66,7 @@ def start_threads(
 ) -> None:
     """Do the work of all ranks of a run, each a thread; arguments and errors are those of ``start_ranks``.
 
-    A signal that asks to stop is told to those who listen; before anybody does, it stops all."""
+    A signal that asks to stop goes to those who listen; before anybody does, it stops all."""
     worlds = worlds_of(len(stages_of_rank), deadline=deadline)
 
     def rank(world: World) -> None:
@@ -83,7 +78,7 @@ def start_threads(
             leave(errors, error, rank=world.rank)
             raise
 
-    with heard(post_of(worlds[0]).hear):
+    with heard(_post_of(worlds[0]).hear):
         try:
             run_threads(worlds, rank)
         except KeyboardInterrupt:
@@ -94,11 +89,9 @@ def start_threads(
 
 
 def run_threads(worlds: Sequence[World], function: Callable[[World], T]) -> list[T]:
-    """The same in worlds that were made together."""
-    post = post_of(worlds[0])
+    """Call ``function`` as ``in_threads`` does, in worlds that were made together."""
+    post, num_threads, results = _post_of(worlds[0]), torch.get_num_threads(), dict[int, T]()
     ended: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
-    results: dict[int, T] = {}
-    num_threads = torch.get_num_threads()
 
     def run(world: World) -> None:
         error = None
@@ -109,7 +102,12 @@ def run_threads(worlds: Sequence[World], function: Callable[[World], T]) -> list
             world.close()
         except BaseException as found:  # SystemExit in a layer ends a run as any other does
             error = found
-            _tell(world, post, found)
+            text = str(found) if isinstance(found, PenstockError) else f"{type(found).__name__}: {found}"
+            text = text if text.startswith(f"rank {world.rank}") else f"rank {world.rank}: {text}"
+            if not isinstance(found, TransportError | Stopped):
+                with contextlib.suppress(Exception):
+                    world.notices.post_failure(text)
+            post.end(text)
         ended.put((world.rank, error))
 
     threads = [
@@ -138,26 +136,15 @@ def run_threads(worlds: Sequence[World], function: Callable[[World], T]) -> list
                 thread.join(seconds + _LAST_WORDS_SECONDS)
         raise
     if errors:
-        raise min(errors, key=_consequence)
+        raise min(errors, key=_distance)
     return [results[world.rank] for world in worlds]
 
 
-def _tell(world: World, post: Post, error: BaseException) -> None:
-    """Post the error to the other ranks, and end their waits."""
-    said = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-    said = said if said.startswith(f"rank {world.rank}") else f"rank {world.rank}: {said}"
-    if not isinstance(error, TransportError | Stopped):
-        with contextlib.suppress(Exception):
-            world.notices.post_failure(said)
-    post.end(said)
-
-
-def post_of(world: World) -> Post:
-    """Return the mailbox of the threads of a world."""
+def _post_of(world: World) -> Post:
     assert isinstance(world.group, ThreadGroup), "made by worlds_of"
     return world.group.post
 
 
-def _consequence(error: BaseException) -> int:
+def _distance(error: BaseException) -> int:
     """Distance from the cause: 0 a rank's own error, then another rank's refusal, then a lost rank."""
     return 2 if isinstance(error, TransportError) else int(isinstance(error, Disagreement))

@@ -105,8 +105,8 @@ class LocalTransport:
 
     survives_failure = True
 
-    def __init__(self, pool: Pool | None = None) -> None:
-        self.pool = pool or Pool()
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self.waiting: dict[Message, Frame] = {}
 
     def begin(self, messages: StepMessages) -> None:
@@ -151,12 +151,11 @@ class GlooTransport:
 
     survives_failure = False  # other ranks may stand anywhere in the program
 
-    def __init__(self, world: World, *, deadline: float, pool: Pool | None) -> None:
-        self.world, self.rank = world, world.rank
+    def __init__(self, world: World, *, deadline: float, pool: Pool) -> None:
+        self.world, self.rank, self.pool = world, world.rank, pool
         self.deadline = datetime.timedelta(seconds=deadline)
         self.max_in_flight = 1 << 28  # bytes of unfinished sends after which the oldest is waited for
         self.local = LocalTransport(pool)
-        self.pool = self.local.pool
         self.channels: dict[int, _Channel] = {}
         self.sent_to: dict[int, int] = {}
         self.sending: deque[tuple[dist.Work, Frame, Message]] = deque()

@@ -162,7 +162,7 @@ def test_what_ends_the_main_thread_ends_the_ranks(ends):
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN], ids=str)
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.MAX], ids=str)
 def test_a_group_of_threads_does_what_gloo_does(op):
     """Every collective, on all ranks at once and begun before any is waited for."""
     ranks = 3
@@ -171,7 +171,7 @@ def test_a_group_of_threads_does_what_gloo_does(op):
         mine = torch.arange(6, dtype=torch.float64) * (world.rank + 1) - 4
         rows = [torch.empty(6, dtype=torch.float64) for _ in range(ranks)]
         summed, kept, owned = (mine.clone() for _ in range(3))
-        piece, part = torch.empty(2, 2).double()
+        piece = torch.empty(2).double()
         later = {"group": world.group, "async_op": True}
         pieces = list(mine.split(2)) if world.rank == 1 else None
         works = [
@@ -180,19 +180,18 @@ def test_a_group_of_threads_does_what_gloo_does(op):
             dist.broadcast(kept, group_src=1, **later),
             dist.reduce(owned, group_dst=2, op=op, **later),
             dist.scatter(piece, pieces, group_src=1, **later),
-            dist.reduce_scatter(part, list(mine.split(2)), op, **later),
             world.group.barrier(),
         ]
         mine.fill_(-1)  # what was begun has it
         for one in works[:: 1 if world.rank else -1]:  # in any order
             one.wait()
-        return rows, summed, kept, owned, piece, part
+        return rows, summed, kept, owned, piece
 
     of = torch.stack([torch.arange(6, dtype=torch.float64) * (rank + 1) - 4 for rank in range(ranks)])
-    total = {dist.ReduceOp.SUM: of.sum(0), dist.ReduceOp.MAX: of.amax(0), dist.ReduceOp.MIN: of.amin(0)}[op]
+    total = {dist.ReduceOp.SUM: of.sum(0), dist.ReduceOp.MAX: of.amax(0)}[op]
     for rank, (rows, *others) in enumerate(penstock.in_threads(work, ranks=ranks)):
         own = slice(2 * rank, 2 * rank + 2)
-        expected = [total, of[1], total if rank == 2 else of[rank], of[1][own], total[own]]
+        expected = [total, of[1], total if rank == 2 else of[rank], of[1][own]]
         assert torch.equal(torch.stack(rows), of)
         assert all(map(torch.equal, others, expected))
 

@@ -14,7 +14,7 @@ from zoo import build
 
 import penstock
 from penstock import TransportError
-from penstock.compression.buffers import Frame
+from penstock.compression.buffers import Frame, Pool
 from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.distributed.transport import GlooTransport, LocalTransport
 from penstock.pipeline.schedules.instruction import Op
@@ -88,7 +88,7 @@ CASE = Case(model="residual", cuts=["_3_conv2", "_4_conv1"], micro_batches=5)
 
 
 def test_frames_of_one_process_wait_for_their_stage():
-    transport = LocalTransport()
+    transport = LocalTransport(Pool())
     first, second = (Message(Op.F, 0, value, 0, 1) for value in (3, 4))
     one, other = (Frame(transport.pool.take(64), 64, transport.pool) for _ in range(2))
     messages = two_ranks(1)
