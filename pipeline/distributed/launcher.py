@@ -81,14 +81,6 @@ class Launched:
             )
         return Launched(rank=int(rank), ranks=int(ranks))
 
-    def check(self, ranks: int) -> None:
-        """Refuse a run of another number of ranks than there are; raises ConfigError."""
-        if ranks != self.ranks:
-            raise ConfigError(
-                f"the launcher started {self.ranks} processes (WORLD_SIZE={self.ranks}), and the run has "
-                f"ranks={ranks}; start as many as it has ranks, or leave ranks= out"
-            )
-
 
 def fresh(store: Store, *, rank: int, ranks: int, deadline: float) -> Store:
     """Return the part of ``store`` that only these processes share, and none that was restarted.
@@ -144,11 +136,13 @@ def local_rank() -> int:
 
 def check_ranks(ranks: int) -> None:
     """Refuse more ranks than this machine can start, or other ones than a launcher did."""
-    if launched := Launched.of_environment():
-        launched.check(ranks)
-        return
-    most = MOST_RANKS_PER_CORE * cores()
-    if ranks > most:
+    most, launched = MOST_RANKS_PER_CORE * cores(), Launched.of_environment()
+    if launched and ranks != launched.ranks:
+        raise ConfigError(
+            f"the launcher started {launched.ranks} processes (WORLD_SIZE={launched.ranks}), and the run has "
+            f"ranks={ranks}; start as many as it has ranks, or leave ranks= out"
+        )
+    if ranks > most and not launched:
         raise ConfigError(
             f"ranks={ranks} is more than this machine can start: its {cores()} cores take "
             f"{MOST_RANKS_PER_CORE} ranks each; lower ranks to {most}"

@@ -25,26 +25,10 @@ from pathlib import Path
 from ....compression.errors import ConfigError, TransportError
 from ....stages.files import reason
 from ....stages.units import show_bytes
+from . import wire
 from .core import Core, Member, NotWelcome, Pages
 from .policy import Policy, Times
-from .wire import (
-    LEASED,
-    LONGEST_CONTROL,
-    NOWHERE,
-    OFFERED,
-    Hello,
-    Kind,
-    Welcome,
-    connect,
-    is_ours,
-    kind_of,
-    pack_json,
-    pieces,
-    receive,
-    send,
-    unpack_json,
-    unpack_words,
-)
+from .wire import Hello, Kind
 
 MOST_CONNECTIONS = 1000
 _LONGEST_PATH = 107  # bytes; unix(7)
@@ -183,7 +167,7 @@ def _refuse_living(path: Path) -> None:
     if not path.is_socket():
         raise ConfigError(f"socket={path} is there already and no socket; name another")
     try:
-        connect(path, 0).close()
+        wire.connect(path, 0).close()
     except ConnectionRefusedError:
         return  # its broker is gone
     except BlockingIOError:
@@ -255,20 +239,20 @@ class Broker:
         """Answer a connection until it ends, or sends what it may not; its run leaves with its last one."""
         member, who = None, "a connection"
         try:
-            if not is_ours(connection):
+            if not wire.is_ours(connection):
                 raise TransportError("it is of another user")
             while True:
-                longest = 0 if member is None else OFFERED.size * member.run.hello.num_samples
-                message = receive(connection, LONGEST_CONTROL + longest)
-                kind, body = kind_of(message), memoryview(message)[1:]
+                longest = 0 if member is None else wire.OFFERED.size * member.run.hello.num_samples
+                message = wire.receive(connection, wire.LONGEST_CONTROL + longest)
+                kind, body = wire.kind_of(message), memoryview(message)[1:]
                 if kind is Kind.STATUS:
                     with self._lock:
                         state = self.core.status(time.monotonic())
-                    send(connection, pack_json(state))
+                    wire.send(connection, wire.pack_json(state))
                 elif member is not None:
                     self._answer(connection, member, kind, body)
                 elif kind is Kind.HELLO:
-                    hello: Hello = unpack_json(body, Hello)
+                    hello: Hello = wire.unpack_json(body, Hello)
                     with self._lock:
                         member = self.core.join(hello, time.monotonic())
                     who += f" of job {hello.job}"
@@ -279,7 +263,7 @@ class Broker:
             self._tell(f"{who} is ended: {error or 'there is no memory for what it sends'}")
             if isinstance(error, NotWelcome):
                 with contextlib.suppress(OSError):
-                    send(connection, pack_json(Welcome(refused=str(error))))
+                    wire.send(connection, wire.pack_json(wire.Welcome(refused=str(error))))
         except OSError:
             pass  # the other end is gone
         finally:
@@ -292,7 +276,8 @@ class Broker:
 
     def _welcome(self, connection: socket.socket) -> None:
         pages = self.core.pages
-        send(connection, pack_json(Welcome(num_pages=pages.num_pages, page_bytes=pages.page_bytes)))
+        welcome = wire.Welcome(num_pages=pages.num_pages, page_bytes=pages.page_bytes)
+        wire.send(connection, wire.pack_json(welcome))
         file = self._memory.for_reading()
         try:
             socket.send_fds(connection, [b"\0"], [file])
@@ -307,57 +292,57 @@ class Broker:
         except (ValueError, struct.error) as error:
             raise TransportError(f"a malformed message of kind {kind.name} ({error})") from error
         if answer is not None:
-            send(connection, answer)
+            wire.send(connection, answer)
         if not member.writing:
             return
         while member.writing:
             stored = member.writing[0]
-            data = memoryview(receive(connection, stored.num_bytes))
+            data = memoryview(wire.receive(connection, stored.num_bytes))
             if len(data) != stored.num_bytes:
                 raise TransportError(f"{len(data)} bytes come where {stored.num_bytes} were accepted")
             with self._lock:
                 if stored.kept:  # else its pages are another sample's
-                    for start, end in pieces(stored.pages, len(data), self.core.pages.page_bytes):
+                    for start, end in wire.pieces(stored.pages, len(data), self.core.pages.page_bytes):
                         self._memory.view[start:end], data = data[: end - start], data[end - start :]
                 self.core.wrote(member)
-        send(connection)
+        wire.send(connection)
 
     def _ask_core(self, member: Member, kind: Kind, body: memoryview, now: float) -> bytes | None:
         core = self.core
         if kind is Kind.HELLO:
             raise TransportError("a connection says once whose it is")
         if kind is Kind.MEASURED:
-            core.measured(member, unpack_json(body, Times), now)
+            core.measured(member, wire.unpack_json(body, Times), now)
         elif kind is Kind.TURN:
             return bytes([core.has_turn(member, now)])
         elif kind is Kind.BEGIN:
-            (epoch,) = unpack_words(body)
+            (epoch,) = wire.unpack_words(body)
             core.release(member)
             return bytes([epoch > member.run.epoch])
         elif kind is Kind.ORDERS:
-            epoch, num_order, num_following, *_ = words = unpack_words(body)
+            epoch, num_order, num_following, *_ = words = wire.unpack_words(body)
             order, following = words[3 : 3 + num_order], words[3 + num_order :]
-            is_last = num_following == NOWHERE
+            is_last = num_following == wire.NOWHERE
             if len(words) != 3 + num_order + (0 if is_last else num_following):
                 raise TransportError(f"orders of {num_order} and {num_following} samples, not {len(words)}")
             core.begin(member, epoch, order, None if is_last else following, now)
             return b""
         elif kind is Kind.USE:
-            epoch, *indices = unpack_words(body)
+            epoch, *indices = wire.unpack_words(body)
             found = core.use(member, epoch, indices, now)
-            missing = LEASED.pack(NOWHERE, b"")
-            rows = [missing if one is None else LEASED.pack(one.num_bytes, one.stamp) for one in found]
+            missing = wire.LEASED.pack(wire.NOWHERE, b"")
+            rows = [missing if one is None else wire.LEASED.pack(one.num_bytes, one.stamp) for one in found]
             return b"".join([*rows, *(one.pages.tobytes() for one in found if one is not None)])
         elif kind is Kind.DONE:
             core.release(member)
         elif kind is Kind.OFFER:
-            (epoch,) = unpack_words(body[:4])
-            samples = list(OFFERED.iter_unpack(body[4:]))
-            if any(num_bytes == NOWHERE for _, num_bytes, _ in samples):
-                raise TransportError(f"a sample has fewer than {NOWHERE} bytes")
+            (epoch,) = wire.unpack_words(body[:4])
+            samples = list(wire.OFFERED.iter_unpack(body[4:]))
+            if any(num_bytes == wire.NOWHERE for _, num_bytes, _ in samples):
+                raise TransportError(f"a sample has fewer than {wire.NOWHERE} bytes")
             return bytes(stored is not None for stored in core.offer(member, epoch, samples, now))
         elif kind is Kind.DROP:
-            (index,) = unpack_words(body[:4])
+            (index,) = wire.unpack_words(body[:4])
             core.drop(member, index, bytes(body[4:]))
         return None
 

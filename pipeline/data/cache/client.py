@@ -17,26 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ....compression.errors import TransportError
+from . import wire
 from .policy import Times
-from .wire import (
-    LEASED,
-    LONGEST_CONTROL,
-    LONGEST_STATE,
-    NOWHERE,
-    OFFERED,
-    Hello,
-    Kind,
-    Welcome,
-    connect,
-    pack_json,
-    pack_words,
-    pages_of,
-    pieces,
-    receive,
-    send,
-    unpack_json,
-    unpack_words,
-)
+from .wire import Hello, Kind
 
 _RETRY_SECONDS = 1.0  # until a broker that is away is looked for again
 _GRACE_SECONDS = 0.05  # that one which is back may take to answer before training goes on
@@ -64,23 +47,23 @@ class Link:
     """
 
     def __init__(self, path: Path, timeout: float) -> None:
-        self._socket, self._view = connect(path, timeout), memoryview(b"")
+        self._socket, self._view = wire.connect(path, timeout), memoryview(b"")
 
     def send(self, kind: Kind, *body: Bytes) -> None:
         """Send a message."""
-        send(self._socket, bytes([kind]), *body)
+        wire.send(self._socket, bytes([kind]), *body)
 
     def ask(self, kind: Kind, *body: Bytes, longest: int) -> bytearray:
         """Send a message and return its answer, which has ``longest`` bytes at most."""
         self.send(kind, *body)
-        return receive(self._socket, longest)
+        return wire.receive(self._socket, longest)
 
     def join(self, hello: Hello, timeout: float) -> None:
         """Say whose connection it is, and map the shared memory; later answers may take ``timeout`` seconds.
 
         Raises: NotTaken: the broker refuses."""
-        answer = self.ask(Kind.HELLO, pack_json(hello), longest=LONGEST_CONTROL)
-        welcome: Welcome = unpack_json(answer, Welcome)
+        answer = self.ask(Kind.HELLO, wire.pack_json(hello), longest=wire.LONGEST_CONTROL)
+        welcome: wire.Welcome = wire.unpack_json(answer, wire.Welcome)
         if welcome.refused:
             raise NotTaken(welcome.refused)
         _, files, *_ = socket.recv_fds(self._socket, 1, 1)
@@ -100,18 +83,18 @@ class Link:
 
     def use(self, epoch: int, indices: Sequence[int]) -> list[Hit | None]:
         """Copy what is there of samples, each named once; None for the others."""
-        size = len(indices) * LEASED.size
+        size = len(indices) * wire.LEASED.size
         longest = size + 4 * (len(indices) + self._num_pages)
-        body = memoryview(self.ask(Kind.USE, pack_words(epoch, then=indices), longest=longest))
+        body = memoryview(self.ask(Kind.USE, wire.pack_words(epoch, then=indices), longest=longest))
         if len(body) < size or (len(body) - size) % 4:
             raise ConnectionError(f"the broker answers for other than {len(indices)} samples")
-        pages, at = unpack_words(body[size:]), 0
+        pages, at = wire.unpack_words(body[size:]), 0
         found: list[Hit | None] = []
-        for num_bytes, stamp in LEASED.iter_unpack(body[:size]):
-            if num_bytes == NOWHERE:
+        for num_bytes, stamp in wire.LEASED.iter_unpack(body[:size]):
+            if num_bytes == wire.NOWHERE:
                 found.append(None)
                 continue
-            end = at + pages_of(num_bytes, self._page_bytes)
+            end = at + wire.pages_of(num_bytes, self._page_bytes)
             found.append(Hit(self._copy(pages[at:end], num_bytes), stamp))
             at = end
         if at:  # nothing is read any more, so its pages may go to others
@@ -122,16 +105,16 @@ class Link:
         """Offer samples (index, bytes, stamp), and send those that are accepted; return how many were."""
         views = [memoryview(data).cast("B") for _, data, _ in samples]
         rows = zip(samples, views, strict=True)
-        offers = [OFFERED.pack(index, len(view), stamp) for (index, _, stamp), view in rows]
-        answer = self.ask(Kind.OFFER, pack_words(epoch), *offers, longest=len(samples))
+        offers = [wire.OFFERED.pack(index, len(view), stamp) for (index, _, stamp), view in rows]
+        answer = self.ask(Kind.OFFER, wire.pack_words(epoch), *offers, longest=len(samples))
         if len(answer) != len(samples):
             raise ConnectionError(f"the broker answers for {len(answer)} samples of {len(samples)}")
         accepted = [view for view, wanted in zip(views, answer, strict=True) if wanted]
         filled = [view for view in accepted if len(view)]
         for view in filled:
-            send(self._socket, view)
+            wire.send(self._socket, view)
         if filled:
-            receive(self._socket, 0)
+            wire.receive(self._socket, 0)
         return len(accepted)
 
     def close(self) -> None:
@@ -142,7 +125,7 @@ class Link:
 
     def _copy(self, pages: array[int], num_bytes: int) -> bytes:
         view = self._view
-        copy = b"".join([view[start:end] for start, end in pieces(pages, num_bytes, self._page_bytes)])
+        copy = b"".join([view[start:end] for start, end in wire.pieces(pages, num_bytes, self._page_bytes)])
         if len(copy) != num_bytes:
             raise ConnectionError("the broker names pages that there are not")
         return copy
@@ -191,7 +174,7 @@ class Client:
         if not once:
             return []
         nothing: list[Hit | None] = [None] * len(once)
-        found = self._ask(lambda link: link.use(NOWHERE if epoch is None else epoch, once), nothing)
+        found = self._ask(lambda link: link.use(wire.NOWHERE if epoch is None else epoch, once), nothing)
         hits = dict(zip(once, found, strict=True))
         return [hits[index] for index in indices]
 
@@ -207,12 +190,12 @@ class Client:
 
         ``stamps``: up to 64 bytes each, by which whoever gets the sample sees whether it is still true."""
         rows = zip(indices, payloads, stamps or [b""] * len(indices), strict=True)
-        samples = [row for row in rows if memoryview(row[1]).nbytes < NOWHERE]
-        return self._ask(lambda link: link.store(NOWHERE if epoch is None else epoch, samples), 0)
+        samples = [row for row in rows if memoryview(row[1]).nbytes < wire.NOWHERE]
+        return self._ask(lambda link: link.store(wire.NOWHERE if epoch is None else epoch, samples), 0)
 
     def drop(self, index: int, stamp: bytes) -> None:
         """Say that a sample is no longer what it was under ``stamp``, which ``use`` returned with it."""
-        self._ask(lambda link: link.send(Kind.DROP, pack_words(index), stamp), None)
+        self._ask(lambda link: link.send(Kind.DROP, wire.pack_words(index), stamp), None)
 
     def close(self) -> None:
         """End the connection; the next call would make a new one."""
@@ -292,14 +275,14 @@ class Client:
         if self._begun is None:
             return
         epoch, order, following = self._begun
-        if link.ask(Kind.BEGIN, pack_words(epoch), longest=1) == b"\1":
-            counts = epoch, len(order), NOWHERE if following is None else len(following)
-            orders = pack_words(*counts, then=order), pack_words(then=following or ())
+        if link.ask(Kind.BEGIN, wire.pack_words(epoch), longest=1) == b"\1":
+            counts = epoch, len(order), wire.NOWHERE if following is None else len(following)
+            orders = wire.pack_words(*counts, then=order), wire.pack_words(then=following or ())
             link.ask(Kind.ORDERS, *orders, longest=0)  # so that whoever asks now has them
 
     def _send_measured(self, link: Link) -> None:
         if self._measured is not None:
-            link.send(Kind.MEASURED, pack_json(self._measured))
+            link.send(Kind.MEASURED, wire.pack_json(self._measured))
 
     def _disconnect(self, why: str) -> None:
         """Go on without the broker, for a second at least."""
@@ -314,4 +297,4 @@ class Client:
 def state_of(path: Path, *, timeout: float) -> dict[str, Any]:
     """Return what a person sees of the broker at ``path``; raises OSError where none answers."""
     with contextlib.closing(Link(path, timeout)) as link:
-        return unpack_json(link.ask(Kind.STATUS, longest=LONGEST_STATE))
+        return wire.unpack_json(link.ask(Kind.STATUS, longest=wire.LONGEST_STATE))

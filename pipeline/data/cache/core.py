@@ -41,10 +41,10 @@ class Stored:
 
 
 class Pages:
-    """All entries, of ``num_bytes`` together, and ``num_pages`` pages of ``page_bytes``."""
+    """All entries, and ``num_pages`` pages of ``page_bytes``."""
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
-        self.num_pages, self.page_bytes, self.num_bytes = num_pages, page_bytes, 0
+        self.num_pages, self.page_bytes = num_pages, page_bytes
         self.entries: dict[Entry, Stored] = {}
         self.given_up: set[Stored] = set()  # evicted, but somebody still reads them
         self._free = array("I", range(num_pages - 1, -1, -1))
@@ -69,7 +69,6 @@ class Pages:
         pages.reverse()  # pages side by side are read in one piece
         del self._free[first:]
         stored = self.entries[entry] = Stored(entry, num_bytes, stamp, pages, not num_bytes)
-        self.num_bytes += num_bytes
         return stored
 
     def free(self, entry: Entry) -> None:
@@ -78,7 +77,6 @@ class Pages:
         if stored is None:
             return
         stored.kept = False
-        self.num_bytes -= stored.num_bytes
         if stored.leases:
             self.given_up.add(stored)
         else:
@@ -112,8 +110,8 @@ class Run:
     """One training run, whose connections are together one reader of each sample."""
 
     hello: Hello
+    job: Job  # as the policy knows it
     members: set[Member] = field(default_factory=set)
-    times: Times | None = None
     epoch: int = -1  # the newest that was begun
     states: bytearray = field(default_factory=bytearray)  # of each sample in that epoch
     num_ordered: int = 0
@@ -131,30 +129,9 @@ class Run:
         """Identity of a run: two may have one name."""
         return self.hello.job, self.hello.run
 
-    # The prefixes keep a run that is called like somebody's data from having an entry in common with it.
-
-    @property
-    def name(self) -> str:
-        """Name that a policy knows it by."""
-        return f"run:{self.hello.run}:{self.hello.job}"
-
-    @property
-    def job(self) -> Job:
-        """Policy's view of the run."""
-        hello = self.hello
-        return Job(
-            name=self.name,
-            data=f"data:{hello.data}",
-            num_samples=hello.num_samples,
-            batch_size=hello.batch_size,
-            times=self.times,
-            shared=hello.data != f"{hello.job} {hello.run}",  # its own name, see ``cache_reader``
-            share=hello.share,
-        )
-
     def places(self, index: int) -> tuple[Entry, Entry]:
         """Entries that a sample of it may have: with its data, or with the run alone."""
-        return (f"data:{self.hello.data}", index), (self.name, index)
+        return (self.job.data, index), (self.job.name, index)
 
     def check(self, index: int) -> None:
         """Refuse the index of no sample."""
@@ -199,7 +176,6 @@ class Run:
             "hits": self.hits,
             "hit_bytes": self.hit_bytes,
             "held_bytes": held,
-            "measured": self.times is not None,
             "finish_seconds": max(0.0, pace * left) if pace and self.epoch >= 0 else None,
         }
 
@@ -251,8 +227,16 @@ class Core:
             if (hello.share or 0.0) > left + 1e-9:
                 found = f"found cache.share={hello.share:g} with {left:g} left"
                 raise NotWelcome(f"the shares of all jobs sum to 1 at most, {found}")
-            run = self.runs[hello.job, hello.run] = Run(hello)
-            self.policy.join(run.job, now)
+            job = Job(  # the prefixes keep a run that is called like somebody's data apart from that
+                name=f"run:{hello.run}:{hello.job}",
+                data=f"data:{hello.data}",
+                num_samples=hello.num_samples,
+                batch_size=hello.batch_size,
+                shared=hello.data != f"{hello.job} {hello.run}",  # its own name, see ``cache_reader``
+                share=hello.share,
+            )
+            run = self.runs[hello.job, hello.run] = Run(hello, job)
+            self.policy.join(job, now)
         elif hello != run.hello:
             raise NotWelcome(f"job {hello.job} has connections that differ; give each run a name of its own")
         member = Member(run)
@@ -265,14 +249,14 @@ class Core:
         run = member.run
         run.members.remove(member)
         if not run.members:
-            self._free(self.policy.leave(run.name, now))
+            self._free(self.policy.leave(run.job.name, now))
             del self.runs[run.key]
 
     def measured(self, member: Member, times: Times, now: float) -> None:
         """Take the times of a run's warm-up epoch, which is over."""
         if not all(0 <= seconds <= _LONGEST for seconds in dataclasses.astuple(times)):
             raise TransportError(f"measured seconds are 0 to {_LONGEST:g}")
-        member.run.times, member.run.is_warm = times, True
+        member.run.job, member.run.is_warm = dataclasses.replace(member.run.job, times=times), True
         self.policy.join(member.run.job, now)
 
     def has_turn(self, member: Member, now: float) -> bool:
@@ -291,7 +275,7 @@ class Core:
         self.release(member)
         if epoch > member.run.epoch:
             member.run.begin(epoch, order, following, now)
-            self._free(self.policy.begin(member.run.name, order, following, now))
+            self._free(self.policy.begin(member.run.job.name, order, following, now))
 
     def use(self, member: Member, epoch: int, indices: Sequence[int], now: float) -> list[Stored | None]:
         """Return what there is of samples, in an epoch or (``NOWHERE``) in that which the run began last.
@@ -306,7 +290,7 @@ class Core:
         for index in indices:
             run.check(index)
             if run.states and epoch == run.epoch and run.states[index] == UNUSED:
-                entry, evicted = self.policy.use(run.name, index, now)
+                entry, evicted = self.policy.use(run.job.name, index, now)
                 stored = self.pages.whole(entry)
                 run.states[index] = MISSED if entry is None else DONE
                 run.used += 1
@@ -337,8 +321,16 @@ class Core:
             if not run.states or epoch != run.epoch or run.states[index] != MISSED:
                 accepted.append(None)
                 continue
-            run.states[index] = DONE
-            accepted.append(self._admit(run, index, num_bytes, stamp, now))
+            run.states[index], stored = DONE, None
+            takes = pages_of(num_bytes, self.pages.page_bytes) * self.pages.page_bytes
+            entry, evicted = self.policy.offer(run.job.name, index, takes, now)
+            self._free(evicted)
+            if entry is not None and entry not in self.pages.entries:  # else of another run, or on its way
+                stored = self.pages.reserve(entry, num_bytes, stamp)
+                if stored is None:
+                    self.crowded += 1
+                    self.policy.drop(entry)
+            accepted.append(stored)
         # One may have made room for another of them.
         accepted = [stored if stored is not None and stored.kept else None for stored in accepted]
         member.writing = [stored for stored in accepted if stored is not None and stored.num_bytes]
@@ -377,28 +369,15 @@ class Core:
             "capacity": self.policy.capacity,
             "free_bytes": pages.num_free * pages.page_bytes,
             "entries": len(pages.entries),
-            "entry_bytes": pages.num_bytes,
             "held_bytes": sum(held.values()),
             "crowded": self.crowded,
-            "jobs": [run.status(now, held.get(run.name, 0)) for run in self.runs.values()],
+            "jobs": [run.status(now, held.get(run.job.name, 0)) for run in self.runs.values()],
         }
 
     def _look(self, run: Run, index: int) -> Stored | None:
         """Return the stored sample, whoever put it, without the policy's knowledge."""
         shared, own = run.places(index)
         return self.pages.whole(shared) or self.pages.whole(own)
-
-    def _admit(self, run: Run, index: int, num_bytes: int, stamp: bytes, now: float) -> Stored | None:
-        takes = pages_of(num_bytes, self.pages.page_bytes) * self.pages.page_bytes
-        entry, evicted = self.policy.offer(run.name, index, takes, now)
-        self._free(evicted)
-        if entry is None or entry in self.pages.entries:  # of another run, or on its way
-            return None
-        stored = self.pages.reserve(entry, num_bytes, stamp)
-        if stored is None:
-            self.crowded += 1
-            self.policy.drop(entry)
-        return stored
 
     def _free(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
