@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
+from operator import sub
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -45,16 +46,21 @@ class PartTable(Protocol):
         """Return a batch of so many samples without memory, on the meta device."""
 
 
-@runtime_checkable
-class StreamTable(Protocol):
-    """One whose samples come in an order that nobody else knows; ``len`` says how many in an epoch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterableTable:
+    """One split: an iterable data set, which alone knows the order of its samples."""
 
-    def __len__(self) -> int: ...
+    dataset: Any
+    collate: Callable[[list[Any]], tuple[Any, Any]]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
     def stream(self, epoch: int) -> Iterator[Any]:
-        """Begin an epoch anew; yields single samples."""
-
-    def collate(self, samples: list[Any]) -> tuple[Any, Any]:
-        """Return the inputs and targets of a batch of them."""
+        """Begin an epoch anew, by ``set_epoch`` where the data set has that."""
+        if set_epoch := getattr(self.dataset, "set_epoch", None):
+            set_epoch(epoch)
+        return iter(self.dataset)
 
 
 class BatchIndex(NamedTuple):
@@ -134,13 +140,15 @@ class BatchReader:
             through.begin(
                 place.epoch, lambda epoch: self.order(split, epoch)[: self.used].tolist(), last=last
             )
-        if isinstance(table, StreamTable):
+        if isinstance(table, IterableTable):
             batch, broken = self._next(table, place)
         else:
             batch, broken = self._read(table, self.order(split, place.epoch), place)
         if get_worker_info() is not None and (reason := _stuck(batch)):
             batch, broken = None, (_broken(TypeError(reason), table, place, 0),)
-        counts, notes = (through.counts.less(before), through.take_notes()) if through else (before, ())
+        counts, notes = (
+            (Counts(*map(sub, through.counts, before)), through.take_notes()) if through else (before, ())
+        )
         return LoadedBatch(batch, broken, time.perf_counter() - began, counts, notes)
 
     def order(self, split: str, epoch: int) -> Tensor:
@@ -193,7 +201,7 @@ class BatchReader:
             return inputs, table.targets_of(indices) if needs.targets else targets
 
     def _next(
-        self, table: StreamTable, place: BatchIndex
+        self, table: IterableTable, place: BatchIndex
     ) -> tuple[tuple[Any, Any] | None, tuple[BrokenSample, ...]]:
         """The next batch of a stream; one that lies further on, after those before it were read."""
         epoch, number, samples = self._streams.pop(place.split, (-1, 0, iter(())))

@@ -14,7 +14,9 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,29 +38,23 @@ ENDLESS = 1 << 20  # epochs of a job that does not name a number
 LONGEST_NAME = 200
 
 
+@dataclass(frozen=True, slots=True)
 class FileSamples:
-    """Samples that are decoded from the bytes of files, or of anything else that ``read(index)`` returns.
+    """Samples that are decoded from the bytes of files, or of anything else that ``read(index)`` returns."""
 
-    Args:
-        path: Function that returns the file of a sample; None: there are no files, and jobs share nothing.
-        reader: Name of the code that reads the files: another may make other bytes of them.
-    """
+    read: Callable[[int], bytes]
+    decode: Callable[[int, bytes], Any]
+    path: Callable[[int], str] | None  # None: there are no files, and jobs share nothing by themselves
+    reader: str  # name of the code that reads the files: another may make other bytes of them
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        read: Callable[[int], bytes],
-        decode: Callable[[int, bytes], Any],
-        path: Callable[[int], str] | None,
-        reader: str,
-    ) -> None:
-        self.read, self.decode, self.path, self.data = read, decode, path, ""  # data: a name of the bytes
-        if path is not None:
-            names = hashlib.blake2b(reader.encode(errors="surrogateescape"), digest_size=16)
-            for index in range(num_samples):
-                names.update(f"{os.path.abspath(path(index))}\0".encode(errors="surrogateescape"))
-            self.data = f"files {names.hexdigest()}"
+    def name(self, num_samples: int) -> str:
+        """Return the name of the bytes, for jobs that may share them; "" where it cannot be determined."""
+        if self.path is None:
+            return ""
+        names = hashlib.blake2b(self.reader.encode(errors="surrogateescape"), digest_size=16)
+        for index in range(num_samples):
+            names.update(f"{os.path.abspath(self.path(index))}\0".encode(errors="surrogateescape"))
+        return f"files {names.hexdigest()}"
 
     def load(self, index: int) -> tuple[bytes | None, Any]:
         """Return the bytes of a file; they are decoded by whoever asks."""
@@ -76,10 +72,12 @@ class FileSamples:
 class WholeSamples:
     """Samples of a data set that has nothing else, kept as they are."""
 
-    data = ""
-
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+
+    def name(self, num_samples: int) -> str:
+        """Return nothing: only their owner can name them."""
+        return ""
 
     def load(self, index: int) -> tuple[bytes | None, Any]:
         """Return a sample; its bytes only if nothing was drawn and they are sure to come back the same."""
@@ -107,8 +105,8 @@ def sample_source(dataset: Any, *, decoded: bool) -> Source:
 
     Raises:
         ConfigError: It does not, and that was not asked for."""
-    if (functions := _file_functions(dataset)) is not None:
-        return FileSamples(len(dataset), **functions)
+    if (files := _files_of(dataset)) is not None:
+        return files
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):  # torch gives an iterable one a __getitem__ that raises
@@ -125,8 +123,8 @@ def sample_source(dataset: Any, *, decoded: bool) -> Source:
     return WholeSamples(dataset)
 
 
-def _file_functions(dataset: Any) -> dict[str, Any] | None:
-    """Arguments of ``FileSamples`` for a data set; None: it does not tell how it reads and decodes."""
+def _files_of(dataset: Any) -> FileSamples | None:
+    """Return the files of a data set; None: it does not tell how it reads and decodes."""
     kinds = type(dataset).__mro__
     # 1. Itself, unless a __getitem__ overrides the two, or a wrapper passes on attributes that it lacks.
     read, decode, item = (
@@ -137,14 +135,17 @@ def _file_functions(dataset: Any) -> dict[str, Any] | None:
         code = getattr(type(dataset).read, "__code__", None)
         file = code.co_filename if code else type(dataset).read.__module__
         changed = os.stat(file).st_mtime_ns if os.path.isfile(file) else 0  # other code reads other bytes
-        functions = {"read": dataset.read, "decode": dataset.decode, "path": getattr(dataset, "path", None)}
-        return functions | {"reader": f"{file}:{changed}:{type(dataset).read.__qualname__}\0"}
+        reader = f"{file}:{changed}:{type(dataset).read.__qualname__}\0"
+        return FileSamples(dataset.read, dataset.decode, getattr(dataset, "path", None), reader)
     # 2. A part of one.
     if type(dataset) is Subset:
-        whole = _file_functions(dataset.dataset)
-        return whole and {
-            name: partial(_at, one, dataset.indices) if callable(one) else one for name, one in whole.items()
-        }
+        whole = _files_of(dataset.dataset)
+        if whole is None:
+            return None
+        read, decode, path = (
+            one and partial(_at, one, dataset.indices) for one in (whole.read, whole.decode, whole.path)
+        )
+        return FileSamples(read, decode, path, whole.reader)
     # 3. A folder of torchvision, with its own loader and transforms.
     folder = next((one for one in kinds if one.__module__ == "torchvision.datasets.folder"), None)
     if folder is not None and hasattr(dataset, "loader"):
@@ -152,8 +153,8 @@ def _file_functions(dataset: Any) -> dict[str, Any] | None:
 
         plain = type(dataset).__getitem__ is folder.__getitem__ and get_image_backend() == "PIL"
         if plain and getattr(dataset.loader, "__module__", "") == folder.__module__:
-            functions = {"read": partial(_read_image, dataset), "decode": partial(_decode_image, dataset)}
-            return functions | {"path": partial(_image_path, dataset), "reader": _read_image.__qualname__}
+            read, decode, path = (partial(one, dataset) for one in (_read_image, _decode_image, _image_path))
+            return FileSamples(read, decode, path, _read_image.__qualname__)
     return None
 
 
@@ -185,14 +186,6 @@ class Counts(NamedTuple):
     loads: int = 0
     hit_bytes: int = 0
     seconds: float = 0.0
-
-    def plus(self, other: Counts) -> Counts:
-        """Return the sums."""
-        return Counts._make(a + b for a, b in zip(self, other, strict=True))
-
-    def less(self, other: Counts) -> Counts:
-        """Return the differences."""
-        return Counts._make(a - b for a, b in zip(self, other, strict=True))
 
 
 class CacheReader:
@@ -251,7 +244,7 @@ class CacheReader:
                 offers.append((index, data, stamp))
         if offers:
             self.cache.store(*map(list, zip(*offers, strict=True)), epoch=self.epoch)
-        self.counts = self.counts.plus(Counts(hits, len(indices) - hits, hit_bytes, seconds))
+        self.counts = Counts(*map(add, self.counts, (hits, len(indices) - hits, hit_bytes, seconds)))
         return rows
 
 
@@ -293,7 +286,7 @@ def cache_reader(
         backend: ``redis://HOST:PORT/DB``, in the place of a broker of this machine.
     """
     run = run or uuid.uuid4().hex
-    data = data or source.data or f"{job} {run}"
+    data = data or source.name(num_samples) or f"{job} {run}"
     if backend is not None:
         from .cache.redis_client import RedisClient
 

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from ...compression.errors import ConfigError, TransportError
-from .batches import BatchIndex, BatchReader, LoadedBatch, StreamTable, Table, unreadable
+from .batches import BatchIndex, BatchReader, IterableTable, LoadedBatch, Table, unreadable
 from .cache.policy import Times
 from .cached import Counts
 from .options import check_count
@@ -40,7 +41,7 @@ def workers_of(asked: int | str, tables: Iterable[Table], *, cores: int) -> int:
     tables = list(tables)
     if asked == "auto":
         asked = 0 if all(in_memory(table) for table in tables) else max(1, min(MOST_WORKERS, cores))
-    return min(1, int(asked)) if any(isinstance(table, StreamTable) for table in tables) else int(asked)
+    return min(1, int(asked)) if any(isinstance(table, IterableTable) for table in tables) else int(asked)
 
 
 def in_memory(table: Table) -> bool:
@@ -54,13 +55,12 @@ class WarmUp:
     def __init__(self, *, batches: int, batch_size: int, workers: int) -> None:
         self._batches, self._batch_size, self._workers = batches, batch_size, workers
         self._last: float | None = None  # moment of the batch before, unless there was a test since
-        self._whole = self._reading = self._loading = self._waited = 0.0
+        self._trained = self._waited = self._reading = self._loading = 0.0
         self._loads, self.left = 0, batches
 
     def add(self, read: LoadedBatch, waited: float) -> None:
         """Add a batch, which was waited for so many seconds."""
-        self._whole += waited if self._last is None else 0.0
-        self._tick()
+        self._tick(waited)
         self.left -= 1
         self._waited += waited
         self._loading += read.counts.seconds
@@ -72,9 +72,9 @@ class WarmUp:
         self._tick()
         self._last = None
 
-    def _tick(self) -> None:
+    def _tick(self, waited: float = 0.0) -> None:
         now = time.perf_counter()
-        self._whole += 0.0 if self._last is None else now - self._last
+        self._trained += 0.0 if self._last is None else now - self._last - waited
         self._last = now
 
     def times(self) -> Times | None:
@@ -86,12 +86,11 @@ class WarmUp:
             return None
         if self._last is not None:
             self._tick()
-        whole, seen = self._whole, self._batches - self.left
-        sample = self._loading / self._loads
+        seen, sample = self._batches - self.left, self._loading / self._loads
         augmentation = max(0.0, self._reading - self._loading) / seen
-        training = max(0.0, whole - self._waited) / seen
+        training = max(0.0, self._trained) / seen
         return Times(
-            epoch=whole * self._batches / seen,
+            epoch=(self._trained + self._waited) * self._batches / seen,
             batch_io=sample * self._batch_size,
             sample_io=sample,
             augmentation=augmentation,
@@ -172,7 +171,7 @@ class BatchLoader:
                 "it, memory ran out: lower data.workers, 0 loads without processes"
             ) from error
         waited = time.perf_counter() - began
-        self.waited, self.counts = self.waited + waited, self.counts.plus(read.counts)
+        self.waited, self.counts = self.waited + waited, Counts(*map(add, self.counts, read.counts))
         if self._warm_up is not None:
             self._measure(self._warm_up, place, read, waited)
         if read.notes and not self._said:  # once, of however many processes

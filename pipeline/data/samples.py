@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from ...compression.errors import ConfigError
-from .batches import BatchIndex, BatchReader, Table, unreadable
+from .batches import BatchIndex, BatchReader, IterableTable, Table, unreadable
 from .options import check_count
 
 
@@ -159,23 +159,6 @@ class MapTable:
         listed = getattr(self.dataset, "samples", None)
         known = isinstance(listed, Sequence) and index < len(listed) and isinstance(listed[index], tuple)
         return str(listed[index][0]) if known and listed else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IterableTable:
-    """One split: an iterable data set, which alone knows the order of its samples."""
-
-    dataset: Any
-    collate: Callable[[list[Any]], tuple[Any, Any]]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def stream(self, epoch: int) -> Iterator[Any]:
-        """Begin an epoch anew, by ``set_epoch`` where the data set has that."""
-        if set_epoch := getattr(self.dataset, "set_epoch", None):
-            set_epoch(epoch)
-        return iter(self.dataset)
 
 
 def samples_of(

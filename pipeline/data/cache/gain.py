@@ -61,22 +61,16 @@ def gains(jobs: Iterable[Job], *, last_gain: int = 1) -> dict[str, int]:
 
 
 class Space:
-    """Space of a job in the cache.
-
-    Attributes:
-        current: Samples for this epoch, entered in the last one, with their bytes.
-        following: Samples for the next epoch, with their bytes.
-        held, ahead: Bytes of both, and of those for the next epoch.
-        idle: Unused bytes of the half for the next epoch.
-        counts: Samples that entered, by batch of the next order.
-    """
+    """Space of a job in the cache."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.progress = job, JobProgress(job)
-        self.current: dict[int, int] = {}
-        self.following: dict[int, int] = {}
-        self.counts: dict[int, int] = {}
-        self.held = self.ahead = self.idle = self.gain = self.desired = 0
+        self.current: dict[int, int] = {}  # bytes of samples for this epoch, entered in the last one
+        self.following: dict[int, int] = {}  # bytes of samples for the next epoch
+        self.counts: dict[int, int] = {}  # samples that entered, by batch of the next order
+        self.held = self.ahead = 0  # bytes of both, and of those for the next epoch
+        self.idle = 0  # unused bytes of the half for the next epoch
+        self.gain = self.desired = 0
         self._num_seen = self._bytes_seen = 0  # of samples that were offered
 
     def see(self, num_bytes: int) -> None:

@@ -19,42 +19,27 @@ Entry = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Measurements of a job's warm-up epoch, in seconds.
+    """Measurements of a job's warm-up epoch, in seconds."""
 
-    Attributes:
-        epoch: T_i, of a whole epoch.
-        batch_io: T_io, of reading a batch.
-        sample_io: t_s, of reading one sample.
-        augmentation: Of a batch, once it was read.
-        training: Of a batch.
-        hidden: H_i, the part of reading a batch that passes during other work; 0 where nobody loads ahead.
-    """
-
-    epoch: float
-    batch_io: float
-    sample_io: float
-    augmentation: float
-    training: float
-    hidden: float
+    epoch: float  # T_i
+    batch_io: float  # T_io, of reading a batch
+    sample_io: float  # t_s, of reading one sample
+    augmentation: float  # of a batch, once it was read
+    training: float  # of a batch
+    hidden: float  # H_i, the part of reading a batch that passes during other work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One training run: its ranks and loading workers together read each sample once an epoch.
-
-    Attributes:
-        data: Name of its samples; other jobs may read the same if it is ``shared``.
-        times: None until the warm-up epoch is over.
-        share: M_i, the part of the cache that is this job's; None: what the others leave, in equal parts.
-    """
+    """One training run: its ranks and loading workers together read each sample once an epoch."""
 
     name: str
-    data: str
+    data: str  # name of its samples; other jobs may read the same if it is ``shared``
     num_samples: int
     batch_size: int
-    times: Times | None = None
+    times: Times | None = None  # until the warm-up epoch is over
     shared: bool = True
-    share: float | None = None
+    share: float | None = None  # M_i, its part of the cache; None: what others leave, in equal parts
 
 
 class Decision(NamedTuple):
@@ -110,9 +95,8 @@ class JobProgress:
     Attributes:
         first, length: Position of the first sample of this epoch, and number of its samples.
         passed: Number of samples used so far in all epochs, which is the job's position.
-        pace: Seconds of a sample: of the last whole epoch; before there is one, of the measured warm-up epoch
-            or of the uses so far; None: less than a batch was used.
-    """
+        pace: Seconds of a sample: of the last whole epoch, else of the measured warm-up epoch, else of the
+            uses so far; None: less than a batch was used."""
 
     def __init__(self, job: Job) -> None:
         self.first = self.length = self.passed = self._batches = 0

@@ -61,21 +61,15 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Identity of a connection. Those with the same job and run are one reader of each sample.
+    """Identity of a connection. Those with the same job and run are one reader of each sample."""
 
-    Attributes:
-        job, run: Name that a person sees; and what tells two runs of one name apart.
-        data: Data set, and how it was read and decoded: the same name gets the same bytes.
-        share: Part of the cache that is the job's; None: what others leave, in equal parts.
-    """
-
-    job: str
-    run: str
-    data: str
+    job: str  # for people
+    run: str  # tells two runs of one name apart
+    data: str  # data set, and how it was read and decoded: the same name gets the same bytes
     num_samples: int
     batch_size: int
     epochs: int
-    share: float | None = None
+    share: float | None = None  # part of the cache that is the job's; None: what others leave, in equal parts
 
     def __post_init__(self) -> None:
         for name in (self.job, self.run, self.data):
@@ -108,12 +102,7 @@ def send(connection: socket.socket, *parts: bytes | bytearray | memoryview) -> N
 
 
 def receive(connection: socket.socket, longest: int) -> bytearray:
-    """Return the next message.
-
-    Raises:
-        TransportError: It has more than ``longest`` bytes.
-        OSError: The other end is gone or silent.
-    """
+    """Return the next message; raises TransportError if longer, OSError if the other end is gone or silent."""
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     if length > longest:
         raise TransportError(f"a message has {length} bytes, {longest} are the most")
