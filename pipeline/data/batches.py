@@ -73,16 +73,12 @@ class BatchIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Parts of a batch that a rank computes with; the rest may come without memory, on the meta device.
-
-    Args:
-        split: Where inputs come as a ``Split``, for each micro-batch of training, True if they are read.
-        test: The same for those of a test."""
+    """Parts of a batch that a rank computes with; the rest may come without memory, on the meta device."""
 
     inputs: bool = True
     targets: bool = True
-    split: tuple[bool, ...] = ()
-    test: bool = True
+    split: tuple[bool, ...] = ()  # where inputs come as a ``Split``: by micro-batch, True if they are read
+    test: bool = True  # inputs of a test
 
 
 class BrokenSample(NamedTuple):
@@ -112,23 +108,17 @@ class LoadedBatch(NamedTuple):
 
 @dataclass(kw_only=True)
 class BatchReader:
-    """Reads batches by ``BatchIndex``; travels to the processes that load ahead, where it goes on by itself.
+    """Reads batches by ``BatchIndex``, in this process or, as a copy, in those that load ahead."""
 
-    Args:
-        tables: By the name of the split; ``shuffled``: the splits whose order is drawn.
-        skips: Leave samples that cannot be read out of their batch.
-        through: Brings the samples of a split through a cache.
-        epochs, used: Epochs of the run, and samples of each that it uses (None: all), for the cache."""
-
-    tables: dict[str, Table]
+    tables: dict[str, Table]  # by split
     batch_size: int
     seed: int
-    shuffled: tuple[str, ...] = ("train",)
+    shuffled: tuple[str, ...] = ("train",)  # the splits whose order is drawn
     needs: Needs = Needs()
-    skips: bool = False
-    through: dict[str, CacheReader] = field(default_factory=dict)
-    epochs: int | None = None
-    used: int | None = None
+    skips: bool = False  # leave samples that cannot be read out of their batch
+    through: dict[str, CacheReader] = field(default_factory=dict)  # brings samples of a split through a cache
+    epochs: int | None = None  # of the run, for the cache
+    used: int | None = None  # samples of an epoch that the run uses, for the cache; None: all
     _orders: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
     _streams: dict[str, tuple[int, int, Iterator[Any]]] = field(default_factory=dict, repr=False)
 
@@ -146,9 +136,8 @@ class BatchReader:
             batch, broken = self._read(table, self.order(split, place.epoch), place)
         if get_worker_info() is not None and (reason := _stuck(batch)):
             batch, broken = None, (_broken(TypeError(reason), table, place, 0),)
-        counts, notes = (
-            (Counts(*map(sub, through.counts, before)), through.take_notes()) if through else (before, ())
-        )
+        counts = before if through is None else Counts(*map(sub, through.counts, before))
+        notes = () if through is None else through.take_notes()
         return LoadedBatch(batch, broken, time.perf_counter() - began, counts, notes)
 
     def order(self, split: str, epoch: int) -> Tensor:

@@ -142,9 +142,8 @@ def _files_of(dataset: Any) -> FileSamples | None:
         whole = _files_of(dataset.dataset)
         if whole is None:
             return None
-        read, decode, path = (
-            one and partial(_at, one, dataset.indices) for one in (whole.read, whole.decode, whole.path)
-        )
+        read, decode = partial(_at, whole.read, dataset.indices), partial(_at, whole.decode, dataset.indices)
+        path = None if whole.path is None else partial(_at, whole.path, dataset.indices)
         return FileSamples(read, decode, path, whole.reader)
     # 3. A folder of torchvision, with its own loader and transforms.
     folder = next((one for one in kinds if one.__module__ == "torchvision.datasets.folder"), None)
@@ -153,8 +152,8 @@ def _files_of(dataset: Any) -> FileSamples | None:
 
         plain = type(dataset).__getitem__ is folder.__getitem__ and get_image_backend() == "PIL"
         if plain and getattr(dataset.loader, "__module__", "") == folder.__module__:
-            read, decode, path = (partial(one, dataset) for one in (_read_image, _decode_image, _image_path))
-            return FileSamples(read, decode, path, _read_image.__qualname__)
+            read, decode = partial(_read_image, dataset), partial(_decode_image, dataset)
+            return FileSamples(read, decode, partial(_image_path, dataset), _read_image.__qualname__)
     return None
 
 
@@ -283,8 +282,7 @@ def cache_reader(
     Args:
         run: Tells two runs of one name apart; "": a new name.
         socket: The broker's; None: that of the user.
-        backend: ``redis://HOST:PORT/DB``, in the place of a broker of this machine.
-    """
+        backend: ``redis://HOST:PORT/DB``, in the place of a broker of this machine."""
     run = run or uuid.uuid4().hex
     data = data or source.name(num_samples) or f"{job} {run}"
     if backend is not None:
@@ -374,8 +372,7 @@ def cached(
         socket, backend: Where the cache is: that of a broker, or of a Redis server.
 
     Raises:
-        ConfigError: The data set cannot be cached.
-    """
+        ConfigError: The data set cannot be cached."""
     source = sample_source(dataset, decoded=decoded)
     check_count(batch_size=batch_size, epochs=1 if epochs is None else epochs)
     if not 0 < len(job) <= LONGEST_NAME or not job.isprintable():

@@ -1,7 +1,6 @@
 """Small grey images in memory, and the 1,797 handwritten 8x8 digits that come with the package.
 
-Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI (1998); see ``digits.txt``.
-"""
+Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI (1998); see ``digits.txt``."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def grey_images(
 def load(*, size: int = 32, channels: int = 3) -> Samples:
     """Return the digits; every fifth one, the first included, is for the test (360 of 1,797).
 
-    The file runs from writer to writer, so every fifth leaves each of them in both splits.
-    """
+    The file runs from writer to writer, so every fifth leaves each of them in both splits."""
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         pixels, targets = torch.from_numpy(file["pixels"]), torch.from_numpy(file["targets"]).long()
     for_test = torch.arange(len(targets)) % 5 == 0

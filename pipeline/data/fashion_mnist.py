@@ -3,8 +3,7 @@
 torchvision's class reads only unpacked files in ``ROOT/FashionMNIST/raw``; a distribution's package keeps
 gzipped ones in a folder nobody may write to, so this reads both and copies nothing.
 
-Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, arXiv:1708.07747 (2017).
-"""
+Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, arXiv:1708.07747 (2017)."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def load(*, root: str = DEBIAN_ROOT, size: int = 32, channels: int = 3) -> Sampl
     """Return Fashion-MNIST (60,000 and 10,000 images of 28x28) from ``root``.
 
     Args:   root: holds ``FashionMNIST/raw`` as torchvision lays it out, or the four idx files themselves.
-    Raises: ConfigError: a file is missing or damaged.
-    """
+    Raises: ConfigError: a file is missing or damaged."""
     folder = find_fashion_mnist(root)
 
     def split(stem: str) -> tuple[Tensor, Tensor]:

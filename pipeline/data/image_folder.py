@@ -87,8 +87,7 @@ def load(*, root: str, size: int = 64, channels: int = 3) -> Samples:
 
     Args:   size: height and width that every image is stretched to; channels: 3 for colours, 1 for grey.
     Raises: ConfigError: a folder is missing or has no images, or the splits have other classes. When an
-            image is asked for: it cannot be decoded.
-    """
+            image is asked for: it cannot be decoded."""
     check_image(size=size)
     check_known("data.channels", channels, (1, 3))
     from torchvision.datasets import ImageFolder

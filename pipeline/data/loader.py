@@ -78,10 +78,7 @@ class WarmUp:
         self._last = now
 
     def times(self) -> Times | None:
-        """Return the measurements, now that the step of the last batch is done; None: nothing was read.
-
-        Reading hides behind the training of as many batches as there are processes, less what they take to
-        augment one; without processes nothing hides."""
+        """Return the measurements, now that the step of the last batch is done; None: nothing was read."""
         if not self._loads:
             return None
         if self._last is not None:
@@ -95,6 +92,7 @@ class WarmUp:
             sample_io=sample,
             augmentation=augmentation,
             training=training,
+            # Each process reads while a batch is trained, but for what it takes to augment one.
             hidden=max(0.0, self._workers * training - augmentation),
         )
 
@@ -102,9 +100,7 @@ class WarmUp:
 class BatchLoader:
     """``take`` the batches that ``places`` name, in that order.
 
-    Attributes:
-        waited: Seconds for which whoever asked had to wait.
-        broken: Number of samples that were left out so far."""
+    It counts the seconds that were ``waited``, and the ``broken`` samples that were left out."""
 
     def __init__(
         self,
@@ -122,9 +118,8 @@ class BatchLoader:
 
         Args:
             places: May be iterated twice.
-            workers: Processes that load; 0: the caller loads.
+            workers: Processes that load; 0: the caller loads. ``start``: as multiprocessing begins them.
             pinned: Batches lie in memory that a GPU fetches from by itself.
-            start: Way to begin processes ("fork", "spawn", "forkserver"); None: torch's default.
             deadline: A process that has stopped is ended within half of so many seconds.
             warm_up: Gets the times of the first epoch, for the caches.
             tell: Gets a text for samples that are left out, and for caches that are gone."""
@@ -154,11 +149,7 @@ class BatchLoader:
             threading.Thread(target=self._watch, args=(deadline / 4,), daemon=True).start()
 
     def take(self, place: BatchIndex) -> tuple[Any, Any]:
-        """Return the next batch, which is that of ``place``.
-
-        Raises:
-            ConfigError: A sample of it cannot be read, and none is to be left out.
-            TransportError: A process that loads has died, or has stopped."""
+        """Return the next batch, that of ``place``; raises TransportError where its process ended."""
         assert next(self._expected) == place, f"{place} is not next"
         began = time.perf_counter()
         try:
@@ -286,8 +277,7 @@ class Loader:
         batch: Batches of this epoch that were taken.
 
     Raises:
-        ConfigError: The data set cannot be trained on, or has no batch.
-    """
+        ConfigError: The data set cannot be trained on, or has no batch."""
 
     def __init__(
         self,
@@ -342,8 +332,7 @@ class Loader:
         """Go on behind the batch that was the last one taken.
 
         Raises:
-            ConfigError: It was another number of samples, batch size, seed or drop_last.
-        """
+            ConfigError: It was another number of samples, batch size, seed or drop_last."""
         for name, ours in self._same.items():
             if state.get(name) != ours:
                 raise ConfigError(

@@ -27,32 +27,21 @@ from .options import check_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Facts of the data that a model needs.
+    """Facts of the data that a model needs."""
 
-    Attributes:
-        num_classes: targets are 0 .. num_classes - 1; 0 where the data do not give it.
-        input_shape: of one sample: (channels, height, width) for images, (length,) for text.
-        vocabulary: the characters in the order of their numbers; empty where inputs are not text.
-    """
-
-    num_classes: int
-    input_shape: tuple[int, ...]
-    vocabulary: str = ""
+    num_classes: int  # targets are 0 .. num_classes - 1; 0 where the data do not give it
+    input_shape: tuple[int, ...]  # of one sample: (channels, height, width) for images, (length,) for text
+    vocabulary: str = ""  # the characters in the order of their numbers; empty where inputs are not text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """The train and the test split; one's own are any two map-style torch data sets.
-
-    Attributes:
-        test:  None: nothing is tested, and no accuracy told.
-        notes: what a person is told of them when a run begins, a sentence each.
-    """
+    """The train and the test split; one's own are any two map-style torch data sets."""
 
     train: Table
-    test: Table | None
+    test: Table | None  # None: nothing is tested, and no accuracy reported
     describe: Description
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences for a person when a run begins
 
     def num_samples(self, split: Literal["train", "test"]) -> int:
         """Return the number of samples in a split."""
@@ -97,8 +86,7 @@ class Samples:
             tensors; targets int64, (batch,) or (batch, length).
 
         Raises:
-            ConfigError: The split holds no batch of this size.
-        """
+            ConfigError: The split holds no batch of this size."""
         num_batches = self.num_batches(split, batch_size=batch_size, drop_last=drop_last)
         shuffled = (split,) * (split == "train" if shuffle is None else shuffle)
         tables = {split: self.table(split)}

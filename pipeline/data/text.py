@@ -1,7 +1,6 @@
 """Any UTF-8 file as characters, for networks that guess the next one.
 
-The default is the text of Python's own help topics: 600 kB of English that every machine already has.
-"""
+The default is the text of Python's own help topics: 600 kB of English that every machine already has."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def load(*, path: str | None = None, length: int = 64) -> Samples:
     """Return a text file as samples of ``length`` characters, nine tenths to train, the rest to test.
 
     Args:   path: a UTF-8 file; None for Python's help topics.
-    Raises: ConfigError: the file is missing, not UTF-8, or too short for one sample in each split.
-    """
+    Raises: ConfigError: the file is missing, not UTF-8, or too short for one sample in each split."""
     check_count(data__length=length)
     file = find_text(path)
     try:

@@ -59,9 +59,7 @@ class DevicePool(Pool):
 
 
 class DeviceFrame(Frame):
-    """A packed tensor in a buffer on a device, after room for its header.
-
-    ``written`` is the work that writes it, ``uses`` all that works with its buffer."""
+    """A packed tensor on a device, ``written`` by this work; ``uses``: all that works with its buffer."""
 
     __slots__ = ("_header", "_told", "uses", "written")
 
@@ -210,10 +208,7 @@ class StagedTransport:
 def transport_of(
     world: World, *, device: Device, gpus: Sequence[str | None], deadline: float, pool: Pool
 ) -> Transport:
-    """Return the transport of a pipeline's frames in ``world``, for the devices of its ranks.
-
-    Args:
-        gpus: By rank, the GPU that it computes on (``identity_of``); collective among those."""
+    """Return the transport of a pipeline's frames; ``gpus``: ``identity_of`` by rank; collective."""
     if world.is_alone:
         return LocalTransport(pool)
     direct = direct_routes(world, gpus, deadline=deadline)

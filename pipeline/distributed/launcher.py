@@ -34,9 +34,8 @@ SECONDS = 60  # of age, from which a folder without a lock is left over, and not
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Yield a folder that only this user may enter; it goes with the block.
-
-    What killed processes left goes first. Raises: OSError: the directory for temporary files takes none."""
+    """Yield a folder that only this user may enter; it goes with the block. OSError: TMPDIR takes none."""
+    # 1. What killed processes left is removed.
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another process sweeps, or it is another user's
             folder = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -47,6 +46,7 @@ def private_folder() -> Iterator[Path]:
                     shutil.rmtree(left)
             finally:
                 os.close(folder)
+    # 2. A folder with a lock is held.
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as path:
         folder = os.open(path, os.O_RDONLY)
         try:
@@ -160,8 +160,7 @@ def init(*, deadline: float = 60.0) -> World:
         The ranks.
 
     Raises:
-        TransportError: There is no store to meet at, or a rank did not join; the sentence names it.
-    """
+        TransportError: There is no store to meet at, or a rank did not join; the sentence names it."""
     from .process_group import MOMENT, World, bounded, init_group
 
     world = World.default(deadline=deadline)
@@ -224,8 +223,7 @@ def start_ranks(
             device: the network device between the ranks; the loopback device where nothing is said.
             start: starts the process of a rank.
     Raises: PenstockError: the first cause among the failures, as one sentence. Stopped: the ranks were asked
-            to stop, and did. No rank is left running, whatever is raised.
-    """
+            to stop, and did. No rank is left running, whatever is raised."""
     size, loopback = len(stages_of_rank), [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if not (device or loopback):
         raise TransportError("ranks speak over the loopback device, and this machine has none; take ranks=1")

@@ -117,9 +117,7 @@ class Notices:
                 store.set(f"busy/{self.rank}", _DONE)
 
     def wait_for(self, rank: int, *, deadline: float) -> None:
-        """Wait until ``rank`` has left its ``busy`` block, with signs of life every ``deadline`` seconds.
-
-        Raises: TransportError: it gives none, or the store has gone."""
+        """Wait until ``rank`` has left its ``busy`` block; TransportError without signs of life."""
         store, key = self.store, f"busy/{rank}"
         assert store is not None, "there is somebody to wait for"
         seen, until = "", time.monotonic() + deadline
@@ -217,8 +215,7 @@ class World:
     Args:   process_group: the ranks, by a group of any backend; collective among them. None: this process
             alone.
             device: where this rank computes; None: where its Pipeline does, and on the CPU until then.
-            deadline: seconds that a wait for all of them may take.
-    """
+            deadline: seconds that a wait for all of them may take."""
 
     def __init__(
         self,
@@ -241,11 +238,6 @@ class World:
             store = distributed_c10d._get_process_group_store(group)
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.notices = Notices(store, self.rank, self.size)
-
-    @staticmethod
-    def alone(device: Device | None = None) -> World:
-        """Return the world of this process and no other."""
-        return World(device=device)
 
     @staticmethod
     def default(*, device: Device | None = None, deadline: float = 60.0) -> World:
@@ -344,9 +336,7 @@ class World:
     def close(self) -> None:
         """Leave the group together, after success only: else an error hides behind those of the peers.
 
-        First everybody has what it waits for, then everybody says so, and only then does anybody close its
-        connections: none ever breaks under a transfer of a peer that is a little behind.
-        """
+        Connections are closed when all have said that they wait for nothing: none breaks under a transfer."""
         if self.group is None:
             return
         self.all_gather([0.0], at="leaving the group")
@@ -418,8 +408,7 @@ def init_group(store: Store, *, rank: int, ranks: int, deadline: float) -> World
 class ReplicaGroup:
     """Those of the ``ranks`` of ``world`` that run ``stage``, this one among them; collective among them.
 
-    ``num_bytes``: gradients and parameters that this one has given the others, each counted once for every
-    replica that it is for."""
+    ``num_bytes``: gradients and parameters that this one has given others, counted for each of them."""
 
     def __init__(self, world: World, ranks: Sequence[int], *, stage: int) -> None:
         assert world.group is not None, "replicas are ranks of their own"

@@ -154,9 +154,8 @@ def _wait(processes: Sequence[Process]) -> dict[int, int]:
 
 
 def _code(process: Process) -> int | None:
-    """Return the exit code, None while it runs; what it left, such as a loader's workers, ends with it.
-
-    Until it is reaped nobody else gets its number, by which they are found."""
+    """Return the exit code, None while it runs; what it left, such as a loader's workers, ends with it."""
+    # Until it is reaped nobody else gets its number, by which they are found.
     if process.returncode is None and hasattr(os, "waitid"):
         with contextlib.suppress(ChildProcessError):
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):

@@ -19,8 +19,7 @@ _PR_SET_PDEATHSIG = 1
 def tie_to_launcher() -> None:
     """End with the launcher, however it goes (the kernel sees to it, on Linux), and leave Ctrl-C to it.
 
-    The kernel's promise holds for the thread that started this process, which waits for it until it ends.
-    """
+    The kernel's promise holds for the thread that started this process, which waits for it until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -152,9 +152,7 @@ class Together(Work):
 
 
 class ThreadGroup(ProcessGroup):
-    """A rank's end of a group of threads; torch.distributed's functions take it as ``group=``.
-
-    Args:    key: of the group, the same on all its ranks."""
+    """A rank's end of a group of threads, as torch.distributed's functions take it; all have one ``key``."""
 
     def __init__(self, post: Post, rank: int, size: int, *, deadline: float, key: Key = ()) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] (torch 2.14's stubs know another one)

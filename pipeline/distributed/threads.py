@@ -45,8 +45,7 @@ def in_threads(function: Callable[[World], T], *, ranks: int, deadline: float = 
 
     Args:    deadline: seconds that a wait for all of them may take, and the others once one has failed.
     Returns: what the calls return, by rank.
-    Raises:  what the first call raised that failed by itself; the others are told, and end.
-    """
+    Raises:  what the first call raised that failed by itself; the others are told, and end."""
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} must be 1 or more: each is a thread")
     return run_threads(worlds_of(ranks, deadline=deadline), function)

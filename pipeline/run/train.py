@@ -147,7 +147,7 @@ def build_run(
     if is_without_memory(config, folder) and plan.num_ranks > 1:
         return plan, None
     try:
-        return plan, assemble(config, plan, samples, model, folder, World.alone())
+        return plan, assemble(config, plan, samples, model, folder, World())
     except (PlanError, ScheduleError) as error:
         files = {"plan": config.plan, "program": config.program}
         options = [f"{name}={value}: " for name, value in files.items() if value]

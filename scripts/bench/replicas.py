@@ -180,7 +180,7 @@ class Sides:
         made = [dist.new_group(list(range(number))) for number in range(2, self.world.size)]
         groups = [group for group in made if isinstance(group, dist.ProcessGroup)]  # its own
         self.worlds = {world.size: world for world in (World(g, deadline=config.deadline) for g in groups)}
-        self.by_size = self.worlds | {1: World.alone(), self.world.size: self.world}
+        self.by_size = self.worlds | {1: World(), self.world.size: self.world}
         self.plans, self.batches = harness.load_plans(folder), self.job.batches()
         self.sides: dict[str, Side] = {}
 

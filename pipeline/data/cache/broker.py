@@ -42,9 +42,7 @@ _GROUP_FILES = {
 
 
 class SharedMemory:
-    """Memory of ``num_bytes`` that this process writes by ``view``.
-
-    Raises: ConfigError: the machine has not so much."""
+    """Memory that this process writes by ``view``; raises ConfigError where the machine has not so much."""
 
     def __init__(self, num_bytes: int) -> None:
         room = available()
@@ -111,9 +109,7 @@ def _text(path: Path) -> str:
 
 @contextlib.contextmanager
 def listening(path: Path) -> Iterator[socket.socket]:
-    """Listen at ``path``, and remove the socket at the end; its folder is made if there is none.
-
-    Raises: ConfigError: a broker listens there, or others than this user may enter the folder."""
+    """Listen at ``path`` where no broker does and no other user may write; remove the socket at the end."""
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise ConfigError(
             f"socket={path} is longer than the {_LONGEST_PATH} bytes of a socket's path; shorten it"
@@ -178,9 +174,7 @@ def _refuse_living(path: Path) -> None:
 
 
 class Broker:
-    """Answers at ``listener``, in threads, until it is closed.
-
-    ``tell`` hears one line of every connection that is refused or ended for what it sent."""
+    """Answers at ``listener``, in threads; ``tell`` hears of every connection that it refuses or ends."""
 
     def __init__(
         self, listener: socket.socket, core: Core, memory: SharedMemory, *, tell: Callable[[str], None]
@@ -353,7 +347,6 @@ def serving(
 ) -> Iterator[Broker]:
     """Run a block with a broker at ``path`` that has memory of the policy's capacity; nothing is left behind.
 
-    ``alone``: runs take turns for their first epoch.
     Raises: ConfigError: the machine has not the memory, or the path is taken."""
     num_pages = policy.capacity // page_bytes
     if not num_pages:

@@ -43,8 +43,7 @@ class NotTaken(Exception):
 class Link:
     """A connection to the broker at ``path``, whose answers may take ``timeout`` seconds.
 
-    Raises: OSError, TransportError, from all its methods: the broker is gone, stopped, or none of ours.
-    """
+    Its methods raise OSError and TransportError: the broker is gone, stopped, or none of ours."""
 
     def __init__(self, path: Path, timeout: float) -> None:
         self._socket, self._view = wire.connect(path, timeout), memoryview(b"")
@@ -59,9 +58,7 @@ class Link:
         return wire.receive(self._socket, longest)
 
     def join(self, hello: Hello, timeout: float) -> None:
-        """Say whose connection it is, and map the shared memory; later answers may take ``timeout`` seconds.
-
-        Raises: NotTaken: the broker refuses."""
+        """Say whose connection it is, and map the shared memory; ``timeout`` is for later answers."""
         answer = self.ask(Kind.HELLO, wire.pack_json(hello), longest=wire.LONGEST_CONTROL)
         welcome: wire.Welcome = wire.unpack_json(answer, wire.Welcome)
         if welcome.refused:
@@ -109,13 +106,12 @@ class Link:
         answer = self.ask(Kind.OFFER, wire.pack_words(epoch), *offers, longest=len(samples))
         if len(answer) != len(samples):
             raise ConnectionError(f"the broker answers for {len(answer)} samples of {len(samples)}")
-        accepted = [view for view, wanted in zip(views, answer, strict=True) if wanted]
-        filled = [view for view in accepted if len(view)]
+        filled = [view for view, wanted in zip(views, answer, strict=True) if wanted and len(view)]
         for view in filled:
             wire.send(self._socket, view)
         if filled:
             wire.receive(self._socket, 0)
-        return len(accepted)
+        return sum(map(bool, answer))
 
     def close(self) -> None:
         """End the connection; of a copy in a forked process this copy alone."""
@@ -132,12 +128,9 @@ class Link:
 
 
 class Client:
-    """One connection of a run to the broker at ``path``; for one thread at a time.
+    """One connection of a run to the broker at ``path``, for one thread at a time.
 
-    Args:
-        timeout: Seconds after which a broker that does not answer counts as gone.
-        tell: Is told once why there is no cache; a function that can be pickled.
-    """
+    ``tell`` hears once why there is no cache; a broker that takes ``timeout`` seconds to answer is gone."""
 
     def __init__(
         self, path: Path, hello: Hello, *, tell: Callable[[str], None], timeout: float = 2.0
@@ -149,9 +142,7 @@ class Client:
         self._reset()
 
     def begin(self, epoch: int, order: Sequence[int], following: Sequence[int] | None) -> None:
-        """Begin an epoch, in which the whole run uses the samples ``order``, each once.
-
-        ``following``: those of the next epoch; None if this is the last."""
+        """Begin an epoch of these samples, each once; ``following``: None if it is the last."""
         self._begun = epoch, order, following
         self._check(max(len(order), len(following or ())))
         self._ask(self._send_begun, None, repeats=True)
@@ -166,7 +157,7 @@ class Client:
         self._ask(self._send_measured, None, repeats=True)
 
     def use(self, indices: Sequence[int], *, epoch: int | None = None) -> list[Hit | None]:
-        """Return copies of what there is of ``indices``, best a whole batch; None: read it, and ``store`` it.
+        """Return copies of what there is; None: read it, and ``store`` it.
 
         ``epoch``: None is that which the run began last, in whatever process."""
         once = list(dict.fromkeys(indices))
@@ -186,9 +177,7 @@ class Client:
         *,
         epoch: int | None = None,
     ) -> int:
-        """Offer samples that were not there and were read; return how many the cache took.
-
-        ``stamps``: up to 64 bytes each, by which whoever gets the sample sees whether it is still true."""
+        """Offer samples that were read, with stamps of up to 64 bytes; return how many the cache took."""
         rows = zip(indices, payloads, stamps or [b""] * len(indices), strict=True)
         samples = [row for row in rows if memoryview(row[1]).nbytes < wire.NOWHERE]
         return self._ask(lambda link: link.store(wire.NOWHERE if epoch is None else epoch, samples), 0)
@@ -216,8 +205,7 @@ class Client:
         self._reset()
 
     def _reset(self) -> None:
-        """Begin without a connection, in this process; a child does at once, or it would keep that of its
-        parent alive when that is killed."""
+        """Begin without a connection; a child does at once, or it would keep its killed parent's alive."""
         self._link: Link | None = None
         self._begin_here()
         this = weakref.ref(self)

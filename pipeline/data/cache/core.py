@@ -47,12 +47,7 @@ class Pages:
         self.num_pages, self.page_bytes = num_pages, page_bytes
         self.entries: dict[Entry, Stored] = {}
         self.given_up: set[Stored] = set()  # evicted, but somebody still reads them
-        self._free = array("I", range(num_pages - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        """Number of pages that nobody has."""
-        return len(self._free)
+        self.unused = array("I", range(num_pages - 1, -1, -1))
 
     def whole(self, entry: Entry | None) -> Stored | None:
         """Return an entry if all of it is there."""
@@ -62,12 +57,12 @@ class Pages:
     def reserve(self, entry: Entry, num_bytes: int, stamp: bytes) -> Stored | None:
         """Give an entry its pages, to be written; None if too few are free, as others are being read."""
         assert entry not in self.entries
-        first = len(self._free) - pages_of(num_bytes, self.page_bytes)
+        first = len(self.unused) - pages_of(num_bytes, self.page_bytes)
         if first < 0:
             return None
-        pages = self._free[first:]
+        pages = self.unused[first:]
         pages.reverse()  # pages side by side are read in one piece
-        del self._free[first:]
+        del self.unused[first:]
         stored = self.entries[entry] = Stored(entry, num_bytes, stamp, pages, not num_bytes)
         return stored
 
@@ -80,14 +75,14 @@ class Pages:
         if stored.leases:
             self.given_up.add(stored)
         else:
-            self._free.extend(reversed(stored.pages))
+            self.unused.extend(reversed(stored.pages))
 
     def end_lease(self, stored: Stored) -> None:
         """End one lease of an entry, whose pages stayed as they were."""
         stored.leases -= 1
         if not stored.leases and not stored.kept:
             self.given_up.remove(stored)
-            self._free.extend(reversed(stored.pages))
+            self.unused.extend(reversed(stored.pages))
 
 
 _LONGEST = 1e9  # seconds, some 30 years
@@ -95,8 +90,7 @@ _BYTES_OF_ORDERS = 18  # of a sample, in the orders of a run
 _ORDERS_SHARE = 16  # the orders of all runs take this part of the memory at most
 _LEAST_ORDER_BYTES = 1 << 20
 
-_LOST_TURN_SECONDS = 60.0  # without a sample, in its first epoch
-
+_LOST_TURN_SECONDS = 60.0  # for which a run that asks for nothing keeps its turn
 OUTSIDE, UNUSED, MISSED, DONE = range(4)
 """State of a sample in this epoch: not in its order; not used yet; used and missed; nothing more to ask."""
 
@@ -123,11 +117,6 @@ class Run:
     hits: int = 0
     uses: int = 0
     hit_bytes: int = 0
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Identity of a run: two may have one name."""
-        return self.hello.job, self.hello.run
 
     def places(self, index: int) -> tuple[Entry, Entry]:
         """Entries that a sample of it may have: with its data, or with the run alone."""
@@ -190,9 +179,7 @@ class Member:
 
 
 class Core:
-    """All that the broker decides. ``now``: seconds of any clock that does not go back.
-
-    ``alone``: Runs take turns for their first epoch, whose times the policy goes by."""
+    """All that the broker decides; ``alone``: runs take turns for their first epoch, which is measured."""
 
     def __init__(self, policy: Policy, pages: Pages, *, alone: bool = False) -> None:
         self.policy, self.pages, self._alone = policy, pages, alone
@@ -202,11 +189,7 @@ class Core:
         self.crowded = 0  # samples that were admitted, and had no pages as others were just being read
 
     def join(self, hello: Hello, now: float) -> Member:
-        """Add a connection of a run.
-
-        Raises:
-            NotWelcome: It contradicts others, has too many samples for the memory of orders, or a share
-                that is not to be had."""
+        """Add a connection of a run; raises NotWelcome."""
         run = self.runs.get((hello.job, hello.run))
         if run is None:
             for other in self.runs.values():
@@ -250,7 +233,7 @@ class Core:
         run.members.remove(member)
         if not run.members:
             self._free(self.policy.leave(run.job.name, now))
-            del self.runs[run.key]
+            del self.runs[run.hello.job, run.hello.run]
 
     def measured(self, member: Member, times: Times, now: float) -> None:
         """Take the times of a run's warm-up epoch, which is over."""
@@ -260,9 +243,7 @@ class Core:
         self.policy.join(member.run.job, now)
 
     def has_turn(self, member: Member, now: float) -> bool:
-        """Return whether a run may begin its first epoch: nobody else is at it, or came before and waits.
-
-        A run that asks for nothing any more keeps its turn for a minute."""
+        """Return whether a run may begin its first epoch: nobody else is at it, or came before and waits."""
         member.run.seen = now
         cold = [run for run in self.runs.values() if not run.is_warm and now - run.seen < _LOST_TURN_SECONDS]
         cold.sort(key=lambda run: run.epoch < 0)  # who has begun comes first, then who joined first
@@ -278,9 +259,9 @@ class Core:
             self._free(self.policy.begin(member.run.job.name, order, following, now))
 
     def use(self, member: Member, epoch: int, indices: Sequence[int], now: float) -> list[Stored | None]:
-        """Return what there is of samples, in an epoch or (``NOWHERE``) in that which the run began last.
+        """Lease what there is of samples to this connection until its next message.
 
-        It is leased to this connection until its next message: pages stay as they are."""
+        ``epoch``: ``NOWHERE`` is that which the run began last."""
         self.release(member)
         run, found = member.run, []
         run.seen = now
@@ -367,7 +348,7 @@ class Core:
         held, pages = self.policy.held, self.pages
         return {
             "capacity": self.policy.capacity,
-            "free_bytes": pages.num_free * pages.page_bytes,
+            "free_bytes": len(pages.unused) * pages.page_bytes,
             "entries": len(pages.entries),
             "held_bytes": sum(held.values()),
             "crowded": self.crowded,

@@ -71,9 +71,7 @@ class Policy(Protocol):
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
     ) -> tuple[Entry, ...]:
-        """Begin an epoch of a job with this ``order`` of its samples; return evicted entries.
-
-        ``following``: the order of the next epoch; None if this is the last."""
+        """Begin an epoch of a job; return evicted entries. ``following``: None if this is the last."""
 
     def use(self, name: str, index: int, now: float) -> Decision:
         """Count a use of a sample, once an epoch, in about the announced order."""
@@ -159,10 +157,9 @@ class JobProgress:
         return self._batches - (-self.length // self._batch) + beyond // self._batch
 
     def time_of(self, position: int, now: float, default_pace: float) -> float:
-        """Predicted time of a position; ``default_pace`` is for a job without a pace.
-
-        It counts from the last use, which is exact for a reader of whole batches. A job that has not come for
-        longer than a batch takes is standing, and goes on from now."""
+        """Predicted time of a position; ``default_pace`` is for a job without a pace."""
         pace = default_pace if self.pace is None else self.pace
+        # It counts from the last use, which is exact for a reader of whole batches; a job that has not come
+        # for longer than a batch takes is standing, and goes on from now.
         since = max(self._last_use, now - self._batch * pace)
         return since + max(0, position - self.passed) * pace

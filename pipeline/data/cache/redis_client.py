@@ -21,14 +21,12 @@ _CHECK = 8  # bytes of the checksum in front of a value; then the length of the 
 
 
 class RedisClient:
-    """One connection of a run, made anew in a process that is forked or gets a pickled copy.
+    """One connection of a run to ``redis://HOST:PORT/DB``, made anew in a process that gets a pickled copy.
 
-    Args:    url: ``redis://HOST:PORT/DB``; data: names the samples: who says the same gets the same bytes.
-             tell: is told once why nothing is shared; timeout: seconds that an answer may take.
-    Raises:  ConfigError: the package redis is not installed, or the address is none."""
+    The same name of ``data`` gets the same bytes; ``tell`` hears once why nothing is shared."""
 
-    def __init__(self, url: str, *, data: str, tell: Callable[[str], None], timeout: float = 2.0) -> None:
-        self._url, self._timeout, self._tell = url, timeout, tell
+    def __init__(self, url: str, *, data: str, tell: Callable[[str], None]) -> None:
+        self._url, self._tell = url, tell
         self._prefix = f"penstock:{hashlib.blake2b(data.encode(), digest_size=16).hexdigest()}:"
         self._has_told, self._next_try = False, 0.0
         self._connect()
@@ -92,9 +90,8 @@ class RedisClient:
                 f"cache.backend={self._url} needs the package redis, which is not installed; pip install "
                 "redis"
             ) from None
-        seconds = {"socket_timeout": self._timeout, "socket_connect_timeout": self._timeout}
         try:
-            self._server = redis.Redis.from_url(self._url, **seconds)
+            self._server = redis.Redis.from_url(self._url, socket_timeout=2.0, socket_connect_timeout=2.0)
         except ValueError as error:
             raise ConfigError(f"cache.backend={self._url} is no address ({error})") from error
         self._errors = redis.RedisError, OSError

@@ -102,7 +102,7 @@ def send(connection: socket.socket, *parts: bytes | bytearray | memoryview) -> N
 
 
 def receive(connection: socket.socket, longest: int) -> bytearray:
-    """Return the next message; raises TransportError if longer, OSError if the other end is gone or silent."""
+    """Return the next message; raises TransportError if longer, OSError where nobody sends."""
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     if length > longest:
         raise TransportError(f"a message has {length} bytes, {longest} are the most")

@@ -73,7 +73,7 @@ def test_pipelines_run_side_by_side_in_somebody_elses_job(ranks, tmp_path):
 
 
 def test_a_process_alone_is_a_world_of_one():
-    for world in (World.alone(), World.default()):
+    for world in (World(), World.default()):
         world.barrier()
         assert (world.rank, world.size, world.is_alone, world.device.torch.type) == (0, 1, True, "cpu")
         assert world.all_gather([1.5]) == [[1.5]]

@@ -53,7 +53,7 @@ def made(gradients, **settings):
     weights: Any = {s: Log(log, s, parameters[s : s + 1], gradients[s]) for s in range(2)}
     settings = {"clip": None, "scheduler": None, **settings}
     update = Update(
-        world=World.alone(),
+        world=World(),
         parameters={s: [(f"p{s}", parameters[s])] for s in range(2)},
         owner={f"p{s}": 0 for s in range(2)},
         every=[(f"p{s}", parameters[s]) for s in range(2)],
@@ -166,7 +166,7 @@ def test_what_an_optimizer_keeps_is_loaded_to_where_it_is_asked_for():
 def test_a_number_of_steps_stays_with_the_host_unless_kernels_count_them(options, step):
     weight = nn.Parameter(torch.zeros(3, device=META))
     update = Update(
-        world=World.alone(),
+        world=World(),
         parameters={0: [("w", weight)]},
         owner={"w": 0},
         weights={0: WeightVersions()},

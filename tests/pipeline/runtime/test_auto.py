@@ -95,7 +95,7 @@ def test_in_one_process_nothing_overlaps_and_nothing_pays():
 
 
 def deciding(contenders):
-    auto = Policy(World.alone(), deadline=1.0)
+    auto = Policy(World(), deadline=1.0)
     auto.number = 10
     auto.contenders = {str(i): Setting(choice) for i, choice in enumerate(contenders)}
     auto.predictions = [1.0] * len(contenders)
@@ -135,7 +135,7 @@ def test_what_hardly_pays_is_left(bytes_left, packs):
 
 def test_names_become_policies():
     def policy(codec, world=None, **more):
-        return policy_named(codec, world=world or World.alone(), deadline=1.0, **more)
+        return policy_named(codec, world=world or World(), deadline=1.0, **more)
 
     with pytest.raises(penstock.CodecError, match="auto, raw"):
         policy("zip")
@@ -187,7 +187,7 @@ def test_seconds_of_trials_are_those_of_packing(monkeypatch):
 
 def contending(made_prices, *, codec, parallel_extra=(0, 2)):
     """The settings that these prices let run, in a world of which nothing else is known."""
-    auto = Policy(World.alone(), codec=codec, extra=parallel_extra, deadline=1.0)
+    auto = Policy(World(), codec=codec, extra=parallel_extra, deadline=1.0)
     auto._prices = lambda messages: made_prices
     auto._contend(lambda extra: two_ranks(8, extra_in_flight=extra))
     return auto.contenders

@@ -46,7 +46,7 @@ def test_a_device_may_be_given_in_three_ways_and_else_is_that_of_the_model(given
 def test_two_devices_for_one_rank_are_refused():
     other = Device(torch.device("meta"))
     with pytest.raises(PlanError, match="found device=cpu and a World on meta; give one of them"):
-        made(plan_of(CASE)[0], world=World.alone(other), device="cpu")
+        made(plan_of(CASE)[0], world=World(device=other), device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -76,17 +76,17 @@ def two_gpus(monkeypatch):
 )
 def test_what_a_plan_says_of_a_stage_counts(names, base, found, two_gpus):
     plan = on(plan_of(CASE)[0], *names)
-    devices = device_placement.stage_devices(plan, World.alone(), device_of(torch.device(base)))
+    devices = device_placement.stage_devices(plan, World(), device_of(torch.device(base)))
     assert " ".join(str(device.torch) for device in devices.values()) == found
 
 
 def test_stages_of_one_process_on_two_kinds_are_refused(two_gpus):
     with pytest.raises(PlanError, match="found stage 0 on cpu and stage 1 on cuda:0; name one kind"):
-        device_placement.stage_devices(on(plan_of(CASE)[0], "cpu", "cuda"), World.alone(), device_of(CPU))
+        device_placement.stage_devices(on(plan_of(CASE)[0], "cpu", "cuda"), World(), device_of(CPU))
 
 
 def test_each_rank_has_the_devices_of_its_own_stages_only(two_gpus):
-    world: Any = World.alone()
+    world: Any = World()
     world.group, world.rank = "one of two", 1
     plan = on(plan_of(CASE)[0], "cpu", "cuda:1")
     assert device_placement.stage_devices(plan, world, device_of(CPU)) == {

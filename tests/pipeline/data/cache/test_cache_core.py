@@ -193,7 +193,7 @@ def test_pages_are_taken_once_and_side_by_side_where_they_are_free():
     first, second = (pages.reserve(("d", index), 20, b"") for index in range(2))
     assert (list(first.pages), list(second.pages)) == ([0, 1], [2, 3])
     assert pages.reserve(("d", 2), 20, b"") is None
-    assert pages.num_free == 1
+    assert len(pages.unused) == 1
     pages.free(("d", 0))
     assert list(pages.reserve(("d", 3), 30, b"").pages) == [0, 1, 4]
 
@@ -294,7 +294,7 @@ class World:
         there = [*pages.entries.values(), *pages.given_up]
         out = [page for stored in there for page in stored.pages]
         assert len(out) == len(set(out)), "a page is in two entries"
-        assert len(out) + pages.num_free == self.num_pages, "a page is leaked"
+        assert len(out) + len(pages.unused) == self.num_pages, "a page is leaked"
         leases = Counter(stored for member in self.members for stored in member.leased)
         assert {stored: stored.leases for stored in there if stored.leases} == leases
         assert all(stored.leases and not stored.kept for stored in pages.given_up)
@@ -303,7 +303,7 @@ class World:
             found = b"".join(self.slab[a:b] for a, b in pieces(stored.pages, stored.num_bytes, PAGE))
             assert found == self.true.get(stored, b""), "what somebody may read is not what was put"
         laws_of(policy.policy, policy.entries, policy.jobs)
-        assert core.runs.keys() == {member.run.key for member in self.members}
+        assert core.runs.keys() == {(m.run.hello.job, m.run.hello.run) for m in self.members}
 
     def told_once(self):
         """No sample of an epoch was used twice, or offered twice unless it had changed."""
