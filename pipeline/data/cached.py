@@ -188,9 +188,7 @@ class Counts(NamedTuple):
 
 
 class CacheReader:
-    """Reader of one data set through a cache, a batch at a time; it ``counts`` what this process reads.
-
-    ``cache`` makes the client of what holds samples, which tells its argument why there is no cache."""
+    """Reader of one data set through the client that ``cache`` makes; it ``counts`` what it reads."""
 
     def __init__(
         self, source: Source, cache: Callable[[Callable[[str], None]], Client | RedisClient]

@@ -25,7 +25,7 @@ def order_of(num_samples: int, *, seed: int, epoch: int) -> Tensor:
 def drawing(split: str, epoch: int, number: int, *, seed: int) -> Iterator[None]:
     """Begin the generators that everybody draws from at a number of this batch, and leave them as they were.
 
-    One thread computes, as in a process that loads ahead: another number of them may add in another order."""
+    One thread computes, as in a process that loads ahead: more may add in another order."""
     number = _number(f"{seed}/{epoch}/{split} {number}")
     threads = torch.get_num_threads()
     with seeded(number, [torch.default_generator]):

@@ -58,8 +58,7 @@ def check_shared(options: Mapping[str, Any], *, rank: int, gather: Gather) -> No
 def local_copy(options: Mapping[str, Any], local: str) -> dict[str, Any]:
     """Return the options of a data set whose files were copied below ``local``, once for all who ask.
 
-    Where files were added, removed or changed, they are copied anew.
-    Raises: ConfigError: the data set names no files, or they cannot be copied."""
+    Where files were added, removed or changed, they are copied anew."""
     found = place_of(options)
     if found is None:
         raise ConfigError(

@@ -212,8 +212,7 @@ _FOUNDED: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 class World:
     """The ranks of one pipeline.
 
-    Args:   process_group: the ranks, by a group of any backend; collective among them. None: this process
-            alone.
+    Args:   process_group: the ranks, of any backend; collective among them. None: this process alone.
             device: where this rank computes; None: where its Pipeline does, and on the CPU until then.
             deadline: seconds that a wait for all of them may take."""
 
@@ -270,10 +269,6 @@ class World:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         self.collective(lambda: group.allgather([rows], [mine]).wait(), at, mine)
         return [row.tolist() for row in rows]
-
-    def all_reduce(self, numbers: Sequence[float], *, at: str = "") -> list[float]:
-        """Return the sums over all ranks of numbers, place by place, in the order of ranks."""
-        return [sum(column) for column in zip(*self.all_gather(numbers, at=at), strict=True)]
 
     def broadcast(self, number: float, source: int, *, at: str = "") -> float:
         """Return the number that rank ``source`` gives, on every rank."""

@@ -91,10 +91,8 @@ class Ends:
 
     @property
     def stopped(self) -> int:
-        """Return the signal for which all ended that did not end well, else 0.
-
-        One that does not listen yet dies of what is passed on to it."""
-        for number in ASKING:
+        """Return the signal for which all ended that did not end well, else 0."""
+        for number in ASKING:  # one that does not listen yet dies of what is passed on to it
             expected = {128 + number, -number} if number in self.asked else {128 + number}
             if self.codes and set(self.codes.values()) <= expected:
                 return number

@@ -230,9 +230,7 @@ class ThreadGroup(ProcessGroup):
         by: Sequence[int] | None = None,
         of: Sequence[int] | None = None,
     ) -> Work:
-        """Leave a copy of ``mine`` for the ranks ``of``, and pass the copies of the ranks ``by`` to ``then``.
-
-        None: all ranks; of ``then``: this one reads nothing."""
+        """Leave a copy of ``mine`` for ranks ``of``, and pass those ``by`` ranks to ``then``; None: all."""
         self._number += 1
         number = self._number
         if mine is not None:

@@ -63,9 +63,7 @@ def start_threads(
     stages_of_rank: Sequence[Sequence[int]],
     deadline: float,
 ) -> None:
-    """Do the work of all ranks of a run, each a thread; arguments and errors are those of ``start_ranks``.
-
-    A signal that asks to stop goes to those who listen; before anybody does, it stops all."""
+    """Do the work of all ranks of a run, each a thread; arguments and errors are those of ``start_ranks``."""
     worlds = worlds_of(len(stages_of_rank), deadline=deadline)
 
     def rank(world: World) -> None:
@@ -77,6 +75,7 @@ def start_threads(
             leave(errors, error, rank=world.rank)
             raise
 
+    # A signal that asks to stop goes to those who listen; before anybody does, it stops all.
     with heard(_post_of(worlds[0]).hear):
         try:
             run_threads(worlds, rank)

@@ -202,7 +202,7 @@ class Update:
             self.exchange(stage)
         self.skipped = self._unscale(stages)
         if self.scale.checks and self.together:
-            self.skipped = any(self.world.all_reduce([self.skipped], at="the verdict on overflows"))
+            self.skipped = [1.0] in self.world.all_gather([self.skipped], at="the verdict on overflows")
         self.scale.update(overflow=self.skipped)
         self._clip(stages)
 

@@ -238,7 +238,9 @@ class Broker:
             while True:
                 longest = 0 if member is None else wire.OFFERED.size * member.run.hello.num_samples
                 message = wire.receive(connection, wire.LONGEST_CONTROL + longest)
-                kind, body = wire.kind_of(message), memoryview(message)[1:]
+                if not message or message[0] not in set(Kind):
+                    raise TransportError(f"there is no message of kind {message[:1].hex()}")
+                kind, body = Kind(message[0]), memoryview(message)[1:]
                 if kind is Kind.STATUS:
                     with self._lock:
                         state = self.core.status(time.monotonic())
@@ -250,7 +252,11 @@ class Broker:
                     with self._lock:
                         member = self.core.join(hello, time.monotonic())
                     who += f" of job {hello.job}"
-                    self._welcome(connection)
+                    pages = self.core.pages
+                    welcome = wire.Welcome(num_pages=pages.num_pages, page_bytes=pages.page_bytes)
+                    wire.send(connection, wire.pack_json(welcome))
+                    with open(self._memory.for_reading(), "rb", buffering=0) as file:
+                        socket.send_fds(connection, [b"\0"], [file.fileno()])
                 else:
                     raise TransportError(f"a {kind.name} comes from one that says first whose it is")
         except (TransportError, MemoryError) as error:
@@ -267,16 +273,6 @@ class Broker:
                 del self._threads[threading.current_thread()]
                 connection.close()
             self._free.release()
-
-    def _welcome(self, connection: socket.socket) -> None:
-        pages = self.core.pages
-        welcome = wire.Welcome(num_pages=pages.num_pages, page_bytes=pages.page_bytes)
-        wire.send(connection, wire.pack_json(welcome))
-        file = self._memory.for_reading()
-        try:
-            socket.send_fds(connection, [b"\0"], [file])
-        finally:
-            os.close(file)
 
     def _answer(self, connection: socket.socket, member: Member, kind: Kind, body: memoryview) -> None:
         """Do what a message asks for, and send its answer, if it has one."""

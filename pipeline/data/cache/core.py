@@ -2,8 +2,7 @@
 
 Whatever connections ask in whatever order, the policy hears of each sample of a run and epoch once, and the
 entries are those that it keeps. It counts in whole pages, so what it admits has pages, but for those that
-somebody still reads. A sample takes as many pages of one size as it needs, wherever they are, so space never
-breaks into pieces that are too small.
+somebody still reads. The pages of a sample lie anywhere, so space never breaks into pieces.
 
 ```
    reserve -> being written -> whole -> free -> (leased: pages stay) -> lease ends -> pages free
@@ -78,7 +77,7 @@ class Pages:
             self.unused.extend(reversed(stored.pages))
 
     def end_lease(self, stored: Stored) -> None:
-        """End one lease of an entry, whose pages stayed as they were."""
+        """End one lease of an entry."""
         stored.leases -= 1
         if not stored.leases and not stored.kept:
             self.given_up.remove(stored)

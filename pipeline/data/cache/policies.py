@@ -13,9 +13,7 @@ from .policy import MISS, Decision, Entry, Job, Policy
 
 
 class Lru:
-    """Policy that takes everything and evicts what was used longest ago, as a page cache does.
-
-    Samples stay for ``keep`` seconds after the last job that reads their data has left."""
+    """Policy that takes everything and evicts what was used longest ago, as a page cache does."""
 
     takes_shares = False
 
@@ -92,7 +90,7 @@ def policy(name: str, capacity: int, *, keep: float = 0.0, last_gain: int = 1) -
     """Return a new policy for ``capacity`` bytes.
 
     Args:
-        keep: Seconds for which samples stay behind the last job that reads their data; next_use and lru.
+        keep: Seconds for which samples stay after the last job that reads their data; next_use and lru.
         last_gain: Gain of the job with the longest epoch; gain alone.
 
     Raises: ConfigError: there is none of that name, or it has no such setting."""

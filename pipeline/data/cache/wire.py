@@ -119,14 +119,6 @@ def _read(connection: socket.socket, num_bytes: int) -> bytearray:
     return data
 
 
-def kind_of(message: bytearray) -> Kind:
-    """Return the kind of a client's message; raises TransportError where there is none of that number."""
-    try:
-        return Kind(message[0] if message else 0)
-    except ValueError:
-        raise TransportError(f"there is no message of kind {message[:1].hex()}") from None
-
-
 def pack_json(value: Any) -> bytes:
     """Return a dataclass or an object of JSON as text."""
     data = value if isinstance(value, dict) else asdict(value)

@@ -39,7 +39,7 @@ def test_threads_are_named_ranks_of_their_own_and_gone_afterwards():
     assert torch.get_num_threads() == 3
     assert sorted(seen) == ["rank0", "rank1", "rank2"]
     assert ranks_left() == []
-    assert penstock.in_threads(lambda world: world.all_reduce([3.0]), ranks=1) == [[3.0]]
+    assert penstock.in_threads(lambda world: world.all_gather([3.0]), ranks=1) == [[[3.0]]]
     with pytest.raises(penstock.ConfigError, match="ranks=0 must be 1 or more"):
         penstock.in_threads(work, ranks=0)
 
