@@ -38,12 +38,15 @@ class PartTable(Protocol):
     def __len__(self) -> int: ...
     def inputs_of(self, indices: Tensor) -> Tensor:
         """Return the inputs of the samples with these numbers (int64, one dimension)."""
+        ...
 
     def targets_of(self, indices: Tensor) -> Tensor:
         """Return their targets."""
+        ...
 
     def form(self, number: int) -> tuple[Tensor, Tensor]:
         """Return a batch of so many samples without memory, on the meta device."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +139,7 @@ class BatchReader:
             batch, broken = self._read(table, self.order(split, place.epoch), place)
         if get_worker_info() is not None and (reason := _stuck(batch)):
             batch, broken = None, (_broken(TypeError(reason), table, place, 0),)
-        counts = before if through is None else Counts(*map(sub, through.counts, before))
+        counts = before if through is None else Counts._make(map(sub, through.counts, before))
         notes = () if through is None else through.take_notes()
         return LoadedBatch(batch, broken, time.perf_counter() - began, counts, notes)
 

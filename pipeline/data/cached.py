@@ -241,7 +241,7 @@ class CacheReader:
                 offers.append((index, data, stamp))
         if offers:
             self.cache.store(*map(list, zip(*offers, strict=True)), epoch=self.epoch)
-        self.counts = Counts(*map(add, self.counts, (hits, len(indices) - hits, hit_bytes, seconds)))
+        self.counts = Counts._make(map(add, self.counts, (hits, len(indices) - hits, hit_bytes, seconds)))
         return rows
 
 

@@ -1,7 +1,4 @@
-"""Fashion-MNIST, read where it lies, plain or gzipped.
-
-torchvision's class reads only unpacked files in ``ROOT/FashionMNIST/raw``; a distribution's package keeps
-gzipped ones in a folder nobody may write to, so this reads both and copies nothing.
+"""Fashion-MNIST, read where it lies, plain (as torchvision has it) or gzipped (as Debian's package has it).
 
 Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, arXiv:1708.07747 (2017)."""
 

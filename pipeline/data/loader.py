@@ -162,7 +162,7 @@ class BatchLoader:
                 "it, memory ran out: lower data.workers, 0 loads without processes"
             ) from error
         waited = time.perf_counter() - began
-        self.waited, self.counts = self.waited + waited, Counts(*map(add, self.counts, read.counts))
+        self.waited, self.counts = self.waited + waited, Counts._make(map(add, self.counts, read.counts))
         if self._warm_up is not None:
             self._measure(self._warm_up, place, read, waited)
         if read.notes and not self._said:  # once, of however many processes

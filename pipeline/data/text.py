@@ -1,6 +1,4 @@
-"""Any UTF-8 file as characters, for networks that guess the next one.
-
-The default is the text of Python's own help topics: 600 kB of English that every machine already has."""
+"""Any UTF-8 file as characters, for networks that guess the next one; by default Python's help topics."""
 
 from __future__ import annotations
 

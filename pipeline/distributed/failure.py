@@ -1,6 +1,4 @@
-"""Reports of failed ranks, and the one cause among the consequences (law L7).
-
-When one rank ends, all others lose a peer; the sentence that a person reads must name the first."""
+"""Reports of failed ranks, and the one cause among the consequences (law L7): all others lose a peer."""
 
 from __future__ import annotations
 

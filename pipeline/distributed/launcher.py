@@ -222,7 +222,7 @@ def start_ranks(
             ends: for each rank, the command that runs another one where that rank shall be.
             device: the network device between the ranks; None: the loopback device.
             start: starts the process of a rank.
-    Raises: PenstockError: the first cause among the failures. Stopped: the ranks were asked to stop, and did."""
+    Raises: PenstockError: the first cause among failures. Stopped: the ranks were asked to stop, and did."""
     size, loopback = len(stages_of_rank), [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if not (device or loopback):
         raise TransportError("ranks speak over the loopback device, and this machine has none; take ranks=1")

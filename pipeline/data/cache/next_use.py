@@ -1,9 +1,8 @@
 """The default policy: the samples that will be used soonest stay, by the predicted time of their next use.
 
-It has the inputs of ``gain`` (two known orders; seconds of an epoch) and applies Belady's rule
-to them (A study of replacement algorithms, 1966): the sample that is used last is evicted, and one that is
-used later still is not admitted. The next use is predicted as now + positions until then x T_i / N_i, the
-soonest among the jobs that read the data.
+It has the inputs of ``gain`` (two known orders; seconds of an epoch) and Belady's rule (A study of
+replacement algorithms, 1966): the sample that is used last is evicted, one that is used later not admitted.
+The next use is predicted as now + positions until then x T_i / N_i, the soonest among the data's jobs.
 
 There is a heap for each job, keyed by position. Positions do not change while a job goes on, at whatever
 pace, so only the last sample of each job is compared by time. Where several jobs read a sample, another may

@@ -1,8 +1,6 @@
-"""Interface of the eviction policies, and the progress of a job, by which two of them predict.
+"""Interface of the eviction policies, and the progress of a job, by which two of them predict (system D).
 
-A policy is pure: its caller passes the time. A sample is used first; one that is missed is then offered.
-
-Source: docs/sources.md, system D."""
+A policy is pure: its caller passes the time. A sample is used first; one that is missed is then offered."""
 
 from __future__ import annotations
 
@@ -61,23 +59,28 @@ class Policy(Protocol):
     @property
     def held(self) -> Mapping[str, int]:
         """Bytes by the job that they are kept for, also an expected one; jobs without any are not named."""
+        ...
 
     def join(self, job: Job, now: float) -> None:
         """Add a job, or replace what is known of it: its times were measured."""
 
     def leave(self, name: str, now: float) -> tuple[Entry, ...]:
         """Remove a job, if there is one of the name; return evicted entries, other jobs' too."""
+        ...
 
     def begin(
         self, name: str, order: Sequence[int], following: Sequence[int] | None, now: float
     ) -> tuple[Entry, ...]:
         """Begin an epoch of a job; return evicted entries. ``following``: None if this is the last."""
+        ...
 
     def use(self, name: str, index: int, now: float) -> Decision:
         """Count a use of a sample, once an epoch, in about the announced order."""
+        ...
 
     def offer(self, name: str, index: int, num_bytes: int, now: float) -> Decision:
         """Offer a sample that was loaded because ``use`` missed it; a cached one keeps its entry."""
+        ...
 
     def drop(self, entry: Entry) -> None:
         """Forget an entry: its sample changed, or its bytes could not be kept."""

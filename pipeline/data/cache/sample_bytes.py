@@ -86,11 +86,11 @@ def _describe(item: Any, buffers: list[bytes]) -> Any:
         if item.dtype.kind not in "biufc" or not item.flags.c_contiguous or item.dtype.byteorder == ">":
             raise _NotPlain
         return ["array", item.dtype.str, list(item.shape), _append(item.tobytes(), buffers)]
-    if isinstance(item, np.generic) and item.dtype.kind in "biufc":
-        return ["scalar", item.dtype.str, _append(item.tobytes(), buffers)]
     module = sys.modules.get("PIL.Image")
     if module is not None and kind is module.Image and not item.info and item.palette is None:
         return ["image", item.mode, list(item.size), _append(item.tobytes(), buffers)]
+    if isinstance(item, np.generic) and item.dtype.kind in "biufc":
+        return ["scalar", item.dtype.str, _append(item.tobytes(), buffers)]
     raise _NotPlain
 
 
