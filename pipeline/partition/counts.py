@@ -52,12 +52,7 @@ def sizes(
 
 
 def replica_counts(
-    replicas: object,
-    *,
-    stages: int | None,
-    ranks: int | None,
-    given: Sequence[int] | None,
-    schedule: str,
+    replicas: object, *, stages: int | None, ranks: int | None, given: Sequence[int] | None, schedule: str
 ) -> tuple[tuple[int, ...], int | None]:
     """Return the number of replicas of each stage, and of ranks without them, None for as many as suit.
 

@@ -111,11 +111,7 @@ def check_extra(least: int, most: int, *, micro_batches: int) -> None:
 
 
 def check_replicas(
-    ranks: Sequence[Sequence[int]],
-    *,
-    schedule: str,
-    weights: str,
-    micro_batches: int,
+    ranks: Sequence[Sequence[int]], *, schedule: str, weights: str, micro_batches: int
 ) -> None:
     """Refuse replicas that cannot share the work of their stage.
 

@@ -91,11 +91,7 @@ class Dependencies:
 
 
 def dependencies(
-    graph: LayerGraph,
-    profile: Profile,
-    *,
-    optimizer_state: float = 0.0,
-    old_versions: Sequence[int] = (),
+    graph: LayerGraph, profile: Profile, *, optimizer_state: float = 0.0, old_versions: Sequence[int] = ()
 ) -> Dependencies:
     """The dependencies of what ``graph`` recorded and ``profile`` measured, as it trains.
 

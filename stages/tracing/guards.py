@@ -33,16 +33,7 @@ from .capture.reads import ABSENT, ALL, ASKS, DROPPED, Guard, changed_fact, same
 from .dataflow import RELU_FUNCTIONS, is_unmodified, may_prove
 from .layers import Traced, parts_of, tensors_read
 from .model_checks import refuse_autocast
-from .object_snapshot import (
-    INTERNAL,
-    OF_EVERY,
-    Facts,
-    Same,
-    contents,
-    data_of,
-    is_plain,
-    written_kinds,
-)
+from .object_snapshot import INTERNAL, OF_EVERY, Facts, Same, contents, data_of, is_plain, written_kinds
 
 REMEDY = "set it back, or make the Pipeline anew and load its state_dict()"
 NOT_SETTINGS = OF_EVERY | INTERNAL
