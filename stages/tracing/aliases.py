@@ -6,58 +6,28 @@ see it at all. Slices that do not overlap, as those of one flat buffer, are as g
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from ...compression.errors import PlanError
-from ...compression.geometry import Geometry, geometry
+from ...compression.geometry import geometry
 from ..torch_private import memory_id
 from .layers import Traced, parts_of, tensors_read
 from .object_snapshot import held_tensors, tensors
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySpan:
-    """The bytes of a tensor: between ``start`` and ``stop`` in ``memory``, as its geometry says."""
-
-    name: str
-    memory: tuple[str, int]
-    start: int
-    stop: int
-    geometry: Geometry
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> MemorySpan | None:
-        """None for a tensor without memory of its own."""
-        if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
-            return None
-        found = geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize)
-        if tensor.is_meta:
-            start, home = int(tensor.storage_offset()) * tensor.itemsize, memory_id(tensor)
-        else:
-            start, home = tensor.data_ptr(), 0
-        stop = start + found.span * tensor.itemsize
-        return cls(name=name, memory=(str(tensor.device), home), start=start, stop=stop, geometry=found)
-
-    def meets(self, other: MemorySpan) -> bool:
-        """Return whether some byte is in both."""
-        if self.memory != other.memory or self.stop <= other.start or other.stop <= self.start:
-            return False
-        if self.geometry.order == other.geometry.order == "dense":
-            return True
-        low, high = min(self.start, other.start), max(self.stop, other.stop)
-        return bool((self._marks(low, high) & other._marks(low, high)).any())
-
-    def _marks(self, low: int, high: int) -> torch.Tensor:
-        """Mark the bytes from ``low`` to ``high`` that it has: columns of a matrix lie between each other."""
-        marks, item = torch.zeros(high - low, dtype=torch.bool), self.geometry.item_bytes
-        sizes, strides = zip(*self.geometry.walk, strict=True) if self.geometry.walk else ((), ())
-        marks.as_strided((*sizes, item), (*(s * item for s in strides), 1), self.start - low).fill_(True)
-        return marks
+def _places(tensor: torch.Tensor) -> Any:
+    """An array over the bytes of a tensor, which nobody reads; meta addresses are 0, and numpy takes none."""
+    start = (tensor.storage_offset() + 1) * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
+    strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
+    layout = {"shape": tuple(tensor.shape), "strides": strides, "typestr": f"|V{tensor.itemsize}"}
+    return numpy.asarray(SimpleNamespace(__array_interface__={"version": 3, "data": (start, True), **layout}))
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,19 +41,32 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def overlapping(named: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     """The names of tensors that lie in each other's memory, group by group."""
-    laid = [place for name, tensor in named.items() if (place := MemorySpan.of(name, tensor)) is not None]
-    laid.sort(key=lambda place: (place.memory, place.start))
-    groups: list[list[MemorySpan]] = []
-    ends: dict[tuple[str, int], int] = {}
-    for place in laid:
-        # Most tensors begin where none has gone on: they meet nothing that came before.
-        touched = place.start < ends.get(place.memory, 0)
-        met = [group for group in groups if touched and any(place.meets(other) for other in group)]
-        groups = [group for group in groups if group not in met] if met else groups
-        groups.append([*itertools.chain(*met), place])
-        ends[place.memory] = max(ends.get(place.memory, 0), place.stop)
-    order = {name: number for number, name in enumerate(named)}
-    return [tuple(sorted((p.name for p in g), key=order.__getitem__)) for g in groups if len(g) > 1]
+    spans: list[tuple[tuple[str, int], int, int, str]] = []
+    places: dict[str, Any] = {}
+    for name, tensor in named.items():
+        if tensor.layout is torch.strided and not nn.parameter.is_lazy(tensor) and tensor.numel():
+            memory = str(tensor.device), memory_id(tensor) if tensor.is_meta else 0
+            places[name] = _places(tensor)
+            start, _ = places[name].__array_interface__["data"]
+            span = geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).span * tensor.itemsize
+            spans.append((memory, start, start + span, name))
+    edges: list[tuple[str, str]] = []
+    before: list[tuple[tuple[str, int], int, int, str]] = []
+    for one in sorted(spans):
+        before = [other for other in before if other[0] == one[0] and other[2] > one[1]]
+        for *_, other in before:
+            # Columns of a matrix lie between each other; a question that takes long is answered with yes.
+            with contextlib.suppress(numpy.exceptions.TooHardError):
+                if not numpy.shares_memory(places[one[3]], places[other], max_work=1_000_000):
+                    continue
+            edges.append((other, one[3]))
+        before.append(one)
+    if not edges:
+        return []
+    import networkx  # a tenth of a second
+
+    groups = networkx.connected_components(networkx.Graph(edges))
+    return [tuple(name for name in named if name in group) for group in groups]
 
 
 def unregistered_views(model: nn.Module) -> list[str]:
