@@ -231,7 +231,7 @@ def _proven(
                 call,
                 example,
                 copies=eager.fresh_copy,
-                leaf=lambda path, module: path in modules or default_leaf(path, module),
+                leaf=lambda path, module: path in modules or default_leaf(module),
                 functions=functions.values(),
                 written=written,
             )

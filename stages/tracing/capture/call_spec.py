@@ -1,8 +1,7 @@
 """Call of a model: its example as a flat list of tensors, and back to arguments.
 
 Everything below ``trace`` passes tensors by position; people pass a tuple, or a dict by name, with flags and
-None between them.
-"""
+None between them."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ class Call:
         args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
         leaves, spec = tree_flatten((args, kwargs))
         names = _names(model, args, kwargs)
-        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor | Constant))
+        places = tuple(i for i, leaf in enumerate(leaves) if _is_tensor(leaf))
         for i, leaf in enumerate(leaves):
             if i not in places and not isinstance(leaf, PLAIN):
                 raise PlanError(
@@ -83,40 +82,38 @@ class Call:
         return call, tuple(map(_tensor, (leaves[i] for i in places)))
 
     def tensors(self, given: Any) -> tuple[torch.Tensor, ...]:
-        """The tensors of a batch: one alone, a tuple by position, a dict by name, or nested as the example
-        was.
+        """The tensors of a batch: one alone, a tuple by position, a dict by name, or nested as the example.
 
-        Raises: PlanError: they are not those of the example, or something beside them is not as it was
-        there."""
-        if isinstance(given, Mapping):
-            found = self._by_name(dict(given))
-        else:
+        Raises: PlanError: they, or what stands beside them, are not as in the example."""
+        if not isinstance(given, Mapping):
             found = tuple(given) if isinstance(given, tuple | list) else (given,)
-            if len(found) != len(self.names) or not all(
-                isinstance(x, torch.Tensor | Constant) for x in found
-            ):
-                found = self._by_structure((tuple(found), {}), found)
-        return tuple(map(_tensor, found))
+            if len(found) == len(self.names) and all(map(_is_tensor, found)):
+                return tuple(map(_tensor, found))
+            return self._by_structure((found, {}), found)
+        if given.keys() == {*self.names} and all(map(_is_tensor, given.values())):
+            return tuple(_tensor(given[name]) for name in self.names)
+        known = list(self.arguments([torch.empty(0)] * len(self.names))[1]) or list(self.names)
+        if set(known) != given.keys():
+            raise PlanError(
+                f"the model takes the inputs {', '.join(known)}, as in its example, found "
+                f"{', '.join(map(str, given))}; trace it with an example of what it will get"
+            )
+        return self._by_structure(((), {name: given[name] for name in known}), given.values())
 
     def columns(self, given: Any) -> tuple[Column, ...]:
-        """The tensors of a batch as ``tensors`` has them; of a ``Split`` those of every micro-batch.
-
-        Raises: PlanError: as there."""
+        """``tensors`` of a batch; of a ``Split`` those of every micro-batch."""
         if not isinstance(given, Split):
             return self.tensors(given)
         rows = [self.tensors(one) for one in given.micro_batches]
         if not rows:
             raise PlanError("penstock.Split has the inputs of every micro-batch, found none; give them")
-        columns = zip(*rows, strict=True)
-        return tuple(
-            column[0] if whole else column for column, whole in zip(columns, self.whole, strict=True)
-        )
+        columns = zip(zip(*rows, strict=True), self.whole, strict=True)
+        return tuple(column[0] if whole else column for column, whole in columns)
 
     def samples_of(self, tensors: Sequence[torch.Tensor]) -> int:
         """The samples of a micro-batch: the length of its first input that is no constant."""
-        return next(
-            (len(x) for x, whole in zip(tensors, self.whole, strict=True) if not whole and x.dim()), 0
-        )
+        pairs = zip(tensors, self.whole, strict=True)
+        return next((len(x) for x, whole in pairs if not whole and x.dim()), 0)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these tensors."""
@@ -130,29 +127,15 @@ class Call:
         args, kwargs = self.arguments(tensors)
         return model(*args, **kwargs)
 
-    def _by_name(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        tensors = all(isinstance(item, torch.Tensor | Constant) for item in given.values())
-        if tensors and given.keys() == set(self.names):
-            return tuple(given[name] for name in self.names)
-        known = list(self.arguments([torch.empty(0)] * len(self.names))[1]) or list(self.names)
-        if set(known) != given.keys():
-            raise PlanError(
-                f"the model takes the inputs {', '.join(known)}, as in its example, found "
-                f"{', '.join(map(str, given))}; trace it with an example of what it will get"
-            )
-        return self._by_structure(((), {name: given[name] for name in known}), given.values())
-
-    def _by_structure(self, arguments: Any, found: Any) -> tuple[Any, ...]:
+    def _by_structure(self, arguments: Any, found: Any) -> tuple[torch.Tensor, ...]:
         """The tensors of a batch that has what stands between them in the example, too."""
         leaves, spec = tree_flatten(arguments)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor | Constant)]
+        places = [i for i, leaf in enumerate(leaves) if _is_tensor(leaf)]
         if spec != self.spec or tuple(places) != self.places:
-            kinds = [type(x).__name__ for x in found]
-            shown = ", ".join(kinds[: len(self.names) + 1]) + (
-                ", ..." if len(kinds) > len(self.names) + 1 else ""
-            )
+            kinds, number = [type(x).__name__ for x in found], len(self.names)
+            shown = ", ".join([*kinds[: number + 1], *["..."] * (len(kinds) > number + 1)])
             raise PlanError(
-                f"the model takes {len(self.names)} tensors ({', '.join(self.names)}), found {len(kinds)} "
+                f"the model takes {number} tensors ({', '.join(self.names)}), found {len(kinds)} "
                 f"({shown}); give a tensor for each: torch.as_tensor makes one of an array, torch.stack of "
                 "samples"
             )
@@ -162,7 +145,11 @@ class Call:
                     f"what stands beside the tensors is as in the example that was traced: {seen!r} there, "
                     f"found {now!r}; trace with an example that has it"
                 )
-        return tuple(leaves[i] for i in places)
+        return tuple(_tensor(leaves[i]) for i in places)
+
+
+def _is_tensor(item: object) -> bool:
+    return isinstance(item, torch.Tensor | Constant)
 
 
 def _tensor(item: torch.Tensor | Constant) -> torch.Tensor:
@@ -202,13 +189,14 @@ def other_data(call: Call, example: Sequence[torch.Tensor], *, seed: int = 1) ->
     generator = torch.Generator().manual_seed(seed)
     found = []
     for tensor, whole in zip(example, call.whole, strict=True):
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        if whole or not tensor.numel() or not tensor.dim():
-            found.append(made.copy_(tensor))
-        elif len(tensor) == 1:
-            drawn = torch.randint(tensor.numel(), tensor.shape, generator=generator, device=generator.device)
-            found.append(made.copy_(tensor.flatten()[drawn.to(tensor.device)]))
+        if not whole and tensor.numel() and tensor.dim():
+            several = len(tensor) > 1
+            most = len(tensor) if several else tensor.numel()
+            drawn = torch.randint(most, tensor.shape, generator=generator, device=generator.device)
+            drawn = drawn.to(tensor.device)
+            lent = tensor.gather(0, drawn) if several else tensor.flatten()[drawn]
         else:
-            drawn = torch.randint(len(tensor), tensor.shape, generator=generator, device=generator.device)
-            found.append(made.copy_(tensor.gather(0, drawn.to(tensor.device))))
+            lent = tensor
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        found.append(like.copy_(lent))
     return found

@@ -2,12 +2,12 @@
 
 The first run gives the nodes. A second one with other data and weights shows what depends on them: the
 smallest module around such a place is taken as one layer, whatever it does inside. A third one with one more
-sample shows which numbers follow the size of the micro-batch.
-"""
+sample shows which numbers follow the size of the micro-batch."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -87,11 +87,20 @@ def capture(
     recorder, spec, dropped, code_reads = runs.record(model, copies, example, applied)
     samples = call.samples_of(example)
     sizes = (samples + 1, 2 * samples + 1)
-
-    def again(inputs: Sequence[torch.Tensor]) -> fx.Graph:
-        return runs.again(copies(), inputs, applied=applied)
-
-    moves, fixed = _sizes(recorder.graph, again, call, example, sizes)
+    moves, fixed = dict[fx.Node, Any](), ""
+    others: dict[int, fx.Graph] = {}
+    try:
+        for size in sizes:
+            others[size] = runs.again(copies(), resized(call, example, size), applied=applied)
+    except Exception as error:
+        size = sizes[len(others)]
+        fixed = f"the model does not run on {size} samples: {type(error).__name__}: {error}"
+    else:
+        try:
+            moves = moving(recorder.graph, others, samples)
+        except Different as difference:
+            fixed = f"with another number of samples than {samples}, {difference.what}"
+    alike = {path: type(module) for path, module in model.named_modules() if type(module) in runs.kinds}
     return Captured(
         graph=recorder.graph,
         spec=spec,
@@ -100,7 +109,7 @@ def capture(
         seed=runs.seed,
         sizes=(samples,) if fixed else (samples, *sizes),
         fixed=fixed,
-        leaves=runs.leaves_of(model),
+        leaves={path: f"like {runs.kinds[kind]}" for path, kind in alike.items()} | runs.chosen,
         dropped=dropped,
         again=runs.again,
         reads=frozenset(recorder.reads.found),
@@ -108,38 +117,29 @@ def capture(
     )
 
 
+@dataclasses.dataclass(slots=True)
 class _Runs:
     """State that the runs of one model share: which modules are one layer.
 
-    A graph keeps it for later runs, so no model stands in here."""
+    A graph keeps it for later runs, so no model stands in here. ``chosen``: modules that became one layer
+    because of what they do, by path, and why; ``kinds``: classes, all of whose modules then are like the one
+    at a path; ``seed``: of the other data."""
 
-    def __init__(
-        self,
-        call: Call,
-        leaf: Callable[[str, nn.Module], bool],
-        functions: Collection[Callable[..., Any]],
-        written: Collection[str],
-    ) -> None:
-        self.call, self.leaf, self.functions, self.written = call, leaf, functions, written
-        self.seed = 1  # of the other data
-        self.chosen: dict[str, str] = {}
-        self.kinds: dict[type, str] = {}
+    call: Call
+    leaf: Callable[[str, nn.Module], bool]
+    functions: Collection[Callable[..., Any]]
+    written: Collection[str]
+    chosen: dict[str, str] = dataclasses.field(default_factory=dict)
+    kinds: dict[type, str] = dataclasses.field(default_factory=dict)
+    seed: int = 1
 
     def is_leaf(self, path: str, module: nn.Module) -> bool:
-        """Return whether a module is one layer, by somebody's choice or because of what it does."""
         return path in self.chosen or type(module) in self.kinds or self.leaf(path, module)
 
-    def leaves_of(self, model: nn.Module) -> dict[str, str]:
-        """The modules that became one layer because of what they do, by path, and why."""
-        alike = {path: type(module) for path, module in model.named_modules() if type(module) in self.kinds}
-        return {path: f"like {self.kinds[kind]}" for path, kind in alike.items()} | self.chosen
-
     def recorder(self, model_copy: nn.Module, **options: Any) -> Recorder:
-        """A recorder for a run of ``model_copy``."""
         return Recorder(model_copy, self.is_leaf, self.functions, written=self.written, **options)
 
     def again(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor], **options: Any) -> fx.Graph:
-        """One more run, of ``model_copy`` on ``inputs``."""
         recorder = self.recorder(model_copy, **options)
         _recorded(recorder, model_copy, self.call, inputs)
         return recorder.graph
@@ -161,7 +161,12 @@ class _Runs:
                     spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
                 self._hold_to_other_data(recorder, copies, example, applied)
             except (Different, Unrecordable) as failure:
-                self._choose(model, failure)
+                path = _around(model, failure)
+                if not path or len(self.chosen) == _MOST_LEAVES or path in self.chosen:
+                    raise _unrepeatable(model, failure) from None
+                self.chosen[path] = failure.what
+                if not isinstance(kind := model.get_submodule(path), _CONTAINERS):
+                    self.kinds[type(kind)] = path
             else:
                 return recorder, spec, dropped, code_reads
 
@@ -172,9 +177,7 @@ class _Runs:
         example: Sequence[torch.Tensor],
         applied: Applied,
     ) -> None:
-        """Hold a run against one on other data and weights, data with which guards of the inputs hold.
-
-        Raises: Different: the run depends on them."""
+        """Raise Different if a run depends on data or weights, of data with which guards of inputs hold."""
         alone = follow_inputs(recorder.graph.nodes, recorder.constants)
         self.seed = 0
         while True:
@@ -183,14 +186,6 @@ class _Runs:
             other = self.again(copies(shifted=True), data, applied=applied)
             if self.seed == _MOST_DRAWS or not _reads_something_else(recorder.graph, other, alone):
                 return refuse_data(recorder.graph, other, self.call.samples_of(example))
-
-    def _choose(self, model: nn.Module, failure: Different | Unrecordable) -> None:
-        path = around(model, failure)
-        if not path or len(self.chosen) == _MOST_LEAVES or path in self.chosen:
-            raise unrepeatable(model, failure) from None
-        self.chosen[path] = failure.what
-        if not isinstance(model.get_submodule(path), _CONTAINERS):
-            self.kinds[type(model.get_submodule(path))] = path
 
 
 def _reads_something_else(graph: fx.Graph, other: fx.Graph, alone: Collection[fx.Node]) -> bool:
@@ -206,7 +201,6 @@ def _reads_something_else(graph: fx.Graph, other: fx.Graph, alone: Collection[fx
 def _recorded(
     recorder: Recorder, model_copy: nn.Module, call: Call, inputs: Sequence[torch.Tensor]
 ) -> tuple[TreeSpec, tuple[str, ...]]:
-    """One run into ``recorder``: the structure of what the model returned, and what was left out of that."""
     for name, tensor in zip(call.names, inputs, strict=True):
         recorder.input(name, tensor)
     with recorder.recording():
@@ -217,56 +211,28 @@ def _recorded(
     return spec, dropped
 
 
-def _sizes(
-    graph: fx.Graph,
-    again: Callable[[Sequence[torch.Tensor]], fx.Graph],
-    call: Call,
-    example: Sequence[torch.Tensor],
-    sizes: tuple[int, ...],
-) -> tuple[dict[fx.Node, Any], str]:
-    """Return what moves with the number of samples, and why the graph is bound to the example's, if it is."""
-    samples = call.samples_of(example)
-    others: dict[int, fx.Graph] = {}
-    for size in sizes:
-        try:
-            others[size] = again(resized(call, example, size))
-        except Exception as error:
-            return {}, f"the model does not run on {size} samples: {type(error).__name__}: {error}"
-    try:
-        return moving(graph, others, samples), ""
-    except Different as difference:
-        return {}, f"with another number of samples than {samples}, {difference.what}"
-
-
-def default_leaf(path: str, module: nn.Module) -> bool:
+def default_leaf(module: nn.Module) -> bool:
     """Modules of torch.nn are one layer each; containers, and what is a list of blocks, are not."""
     return type(module).__module__.startswith("torch.nn") and not isinstance(
         module, (*_CONTAINERS, *_OF_BLOCKS)
     )
 
 
-def around(model: nn.Module, failure: Different | Unrecordable) -> str:
+def _around(model: nn.Module, failure: Different | Unrecordable) -> str:
     """The path of the smallest module around what failed, "" for the model itself."""
     if isinstance(failure, Unrecordable):
         return failure.path
-    paths = [_around_node(node) for node in (failure.node, failure.other or failure.node)]
-    common = []
-    for ours, theirs in zip(*paths, strict=False):
-        if ours != theirs:
-            break
-        common.append(ours)
+    nodes = (failure.node, failure.other or failure.node)
+    # A layer as a whole is not smaller for being one.
+    paths = [path_of(node).split(".")[: -1 if node.op == "call_module" else None] for node in nodes]
+    pairs = zip(*paths, strict=False)
+    common = [ours for ours, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
     while common and isinstance(model.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
         common.pop()  # nobody calls these
     return ".".join(common)
 
 
-def _around_node(node: fx.Node) -> list[str]:
-    path = path_of(node).split(".")
-    return path[:-1] if node.op == "call_module" else path  # a layer as a whole is not smaller for being one
-
-
-def unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanError:
-    """Return the error for a model that no layer can be made of."""
+def _unrepeatable(model: nn.Module, failure: Different | Unrecordable) -> PlanError:
     if isinstance(failure, Unrecordable):
         found, where = failure.what, f" ({failure.where})" if failure.where else ""
     else:

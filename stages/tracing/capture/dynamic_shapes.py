@@ -2,8 +2,7 @@
 
 Eager code reads a shape into Python and goes on with a number, so a recording holds the numbers of one size.
 Recordings at other sizes tell which of them move, and how: those that are affine in the number of samples
-are written as such; where one follows no rule, each size is recorded when it comes.
-"""
+are written as such; where one follows no rule, each size is recorded when it comes."""
 
 from __future__ import annotations
 
@@ -27,19 +26,8 @@ class Affine:
         return self.slope * samples + self.offset
 
 
-def affine_of(values: Mapping[int, int]) -> int | Affine | None:
-    """The rule that gives ``values`` by number of samples (two or more): a number where they are all one,
-    None where there is no rule."""
-    (a, first), (b, second) = list(values.items())[:2]
-    slope, rest = divmod(second - first, b - a)
-    rule = Affine(slope, first - slope * a)
-    if rest or any(rule.at(size) != value for size, value in values.items()):
-        return None
-    return rule if slope else first
-
-
 def at_size(item: Any, samples: int) -> Any:
-    """``item`` with the numbers of a micro-batch of so many samples."""
+    """Replace the rules in ``item`` by the numbers of a micro-batch of so many samples."""
     return mapped(item, Affine, lambda rule: rule.at(samples))
 
 
@@ -65,8 +53,7 @@ def mapped(item: Any, kinds: type | tuple[type, ...], change: Callable[[Any], An
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opens:
-    """A container among ``flat`` parts: two with equal ``kind`` and ``keys`` have their parts in the same
-    places."""
+    """A container among ``flat`` parts; equal ones have their parts in the same places."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -103,8 +90,7 @@ def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dic
     in them.
 
     Args:    samples: the size of micro-batch that ``graph`` was recorded at; ``others``: recordings by size.
-    Raises:  Different: they are not the same nodes, or a number follows no rule.
-    """
+    Raises:  Different: they are not the same nodes, or a number follows no rule."""
     found: dict[fx.Node, Any] = {}
     twins = {size: pairs_of(graph, other) for size, other in others.items()}
     for node in graph.nodes:
@@ -126,26 +112,25 @@ def _rule(
     samples: int,
     twins: Mapping[int, Mapping[fx.Node, fx.Node]],
 ) -> Any:
-    """Return the rule for ``ours``, a part of the facts of ``node``, at any size; ``theirs``: what its twins
-    have there."""
+    """Return the rule for ``ours``, a part of what ``node`` does; ``theirs``: what its twins have there."""
 
     def different(its: Any) -> Different:
         what = f"{node.name} has {_short(ours)} once and {_short(its)} then"
         return Different(node, twins[next(iter(twins))].get(node), what)
 
     for size, its in theirs.items():
-        if isinstance(ours, fx.Node):
-            if twins[size].get(ours) is not its:
-                raise different(its)
-        elif type(its) is not type(ours) or (isinstance(ours, Opens) and its != ours):
+        is_twin = twins[size].get(ours) is its if isinstance(ours, fx.Node) else type(its) is type(ours)
+        if not is_twin or (isinstance(ours, Opens) and its != ours):
             raise different(its)
     other = [its for its in theirs.values() if not _alike(ours, its)]
     if not other or not isinstance(ours, bool | int | float | complex | str | bytes):
         return ours  # a function made anew in each run is the same by its name
     if type(ours) is not int or list(theirs) == [samples]:
         raise different(other[0])
-    rule = affine_of({samples: ours, **theirs})
-    if rule is None:
+    size, its = next(iter(theirs.items()))
+    slope = (its - ours) // (size - samples)
+    rule = Affine(slope, ours - slope * samples)
+    if any(rule.at(size) != its for size, its in theirs.items()):
         raise different(other[0])
     return rule
 
@@ -172,10 +157,8 @@ def pairs_of(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def same_way(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int) -> None:
-    """Hold a recording with ``samples`` against ``nodes``.
-
-    Raises:  Different: the recording goes another way, or has a number that the rule of its place does not
-    give."""
+    """Raise Different if a recording with ``samples`` goes another way than ``nodes``, or has a number that
+    the rule of its place does not give."""
     twins = {node.name: node for node in recording.nodes}
     ours = [node for node in nodes if node.op != "get_attr"]
     theirs = [node for node in recording.nodes if node.op not in ("get_attr", "output")]
@@ -188,12 +171,11 @@ def same_way(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int) -> Non
             raise Different(node, its, f"{node.name} is another call with {samples} samples")
     if len(ours) != len(theirs):
         known = {node.name for node in ours}
-        extra = next((node for node in theirs if node.name not in known), theirs[-1])
+        extra = next(node for node in theirs if node.name not in known)
         raise Different(extra, None, f"the run goes on to {extra.name} with {samples} samples")
 
 
 def _follows(rule: Any, found: Any, samples: int) -> bool:
-    """Return whether a part of the facts of a run is what the rule gives."""
     if isinstance(rule, fx.Node):
         return isinstance(found, fx.Node)
     if isinstance(rule, Affine):
@@ -205,19 +187,17 @@ def _follows(rule: Any, found: Any, samples: int) -> bool:
 
 
 def facts_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return what a node does with its numbers: args, kwargs, and what it checks."""
+    """Arguments of a node, and what it checks."""
     return node.args, node.kwargs, node.meta.get("expect"), node.meta.get("shape")
 
 
 def called(target: Any) -> Any:
-    """Return what a node calls, as far as two runs share it: a function made in each (a partial) counts by
-    name."""
+    """Return what a node calls; a function that is made in each run (a partial) counts by its name."""
     return target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__qualname__)
 
 
 def _alike(ours: Any, its: Any) -> bool:
-    """Return whether two leaves are equal; NaN is equal to itself, and arrays are as long as all of them
-    is."""
+    """Return whether two leaves are equal; NaN is equal to itself."""
     if its is ours:
         return True
     try:

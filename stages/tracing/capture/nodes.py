@@ -1,7 +1,6 @@
 """The nodes of a recording: which tensor is the result of which, and what holds for each.
 
-It knows tensors and modules, and nothing of how a run is watched.
-"""
+It knows tensors and modules, and nothing of how a run is watched."""
 
 from __future__ import annotations
 
@@ -33,18 +32,14 @@ FACTS = frozenset(
 """Methods that tell the geometry of a tensor and nothing of its elements."""
 SHAPE = frozenset({"size", "numel", "nelement", "__len__", "stride", "is_same_size"})
 _ARITHMETIC = frozenset("add_ sub_ mul_ div_ pow_ remainder_ floor_divide_".split())
-_REFLECTED = {
-    f"r{name}": name for name in "add sub mul div truediv floordiv pow mod matmul and or xor".split()
-}
-
-
+_REFLECTED = {f"r{n}": n for n in "add sub mul div truediv floordiv pow mod matmul and or xor".split()}
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _OURS = str(pathlib.Path(__file__).parents[2]) + os.sep
 _NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
 
 
 def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
-    """Return the function that picks the parts of a result, and the key of each."""
+    """Return the function that picks the parts of a result, and the key and value of each."""
     if isinstance(value, Mapping):
         return operator.getitem, list(value.items())
     if isinstance(value, tuple | list):
@@ -86,18 +81,16 @@ def is_our_code(file: str) -> bool:
 
 def asking(frame: types.FrameType | None) -> types.CodeType | None:
     """The code that had Python's own run ``frame``; None where it is not the model's."""
-    while frame is not None and frame.f_code.co_filename.startswith((_PYTHON, "<frozen")):
-        if is_code_of_model(frame.f_code.co_filename):  # installed there
-            break
+    while frame is not None and not is_code_of_model(frame.f_code.co_filename):
+        if not frame.f_code.co_filename.startswith((_PYTHON, "<frozen")):
+            return None
         frame = frame.f_back
-    if frame is None or not is_code_of_model(frame.f_code.co_filename):
-        return None
-    return frame.f_code
+    return frame.f_code if frame is not None else None
 
 
 def line_of_model() -> str:
     """``file:line`` of the code that runs now: the innermost that is neither torch's nor ours."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
@@ -133,7 +126,7 @@ class Modes(NamedTuple):
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """The block in which they hold."""
-        now = Modes.now(self.kind)
+        now = self.now(self.kind)
         cast = contextlib.nullcontext()
         if now[1:] != self[1:]:
             device = torch.device(self.kind)
@@ -142,24 +135,12 @@ class Modes(NamedTuple):
             yield
 
 
-_OUT_OF_SIGHT = "made where recording cannot see it (torch.func transforms, torch.jit, a C++ extension)"
-
-
 class Unrecordable(Exception):
-    """The run did something that no list of nodes can repeat: in the module at ``path``, on line
-    ``where``."""
+    """The run did what no list of nodes can repeat: in the module at ``path``, on line ``where``."""
 
     def __init__(self, what: str, *, path: str, where: str) -> None:
         super().__init__(what)
         self.what, self.path, self.where = what, path, where
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that hang on modules under a name and are not registered: read from there in every run."""
-    for path, module in model.named_modules():
-        for name, item in vars(module).items():
-            if isinstance(item, torch.Tensor):
-                yield f"{path}.{name}" if path else name, item
 
 
 class Nodes:
@@ -178,7 +159,13 @@ class Nodes:
         self.kind = home_of(model).type
         self.outside = Modes.now(self.kind)
         self.stack: list[tuple[str, type]] = [("", type(model))]
-        held = [*_attributes(model), *model.named_buffers(), *model.named_parameters()]
+        attributes = [
+            (f"{path}.{name}".removeprefix("."), item)
+            for path, module in model.named_modules()
+            for name, item in vars(module).items()
+            if isinstance(item, torch.Tensor)  # not registered: read from there in every run
+        ]
+        held = [*attributes, *model.named_buffers(), *model.named_parameters()]
         self.generators = generators_of(tensor for _, tensor in held)
         self.names = {id(tensor): name for name, tensor in held}
         self.held = [tensor for _, tensor in held]  # alive, so that no other tensor gets such an id
@@ -202,8 +189,8 @@ class Nodes:
         self._bind(tensor, self.tag(self.graph.placeholder(name), None))
 
     def named(self, item: Any) -> Any:
-        """``item`` with a node in the place of every tensor, and of every structure around tensors that
-        torch.fx would hand on as something else."""
+        """``item`` with a node in the place of each tensor, and of each structure around some that torch.fx
+        would hand on as something else."""
         kind = type(item)
         if kind is tuple or kind is list:
             return kind(map(self.named, item))
@@ -244,7 +231,10 @@ class Nodes:
             if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
                 continue
             if self.known(tensor) is None and id(tensor) not in self.names:
-                raise self.unrecordable(f"a tensor of shape {tuple(tensor.shape)} was {_OUT_OF_SIGHT}")
+                raise self.unrecordable(
+                    f"a tensor of shape {tuple(tensor.shape)} was made where recording cannot see it "
+                    "(torch.func transforms, torch.jit, a C++ extension)"
+                )
 
     def unrecordable(self, what: str) -> Unrecordable:
         """The error for what happens now, with its place."""
@@ -267,8 +257,7 @@ class Nodes:
         return node
 
     def refuse_chance(self, given: Any) -> None:
-        """Raise Unrecordable where Python is about to read what was drawn at random, and from nothing
-        else."""
+        """Raise Unrecordable where Python is about to read what was drawn at random, and nothing else."""
         waiting = [node for node in tree_leaves(given) if isinstance(node, fx.Node)]
         met: set[fx.Node] = set()
         while waiting:
@@ -282,12 +271,12 @@ class Nodes:
 
     def emit(self, op: str, target: Any, given: Any, result: Any, name: str, expect: Any = None) -> fx.Node:
         """One more call, and its result."""
-        args, kwargs = given
-        made = tensors_in(result)
-        if any(tensor.is_nested for tensor in made):
+        tensors = tensors_in(result)
+        if any(tensor.is_nested for tensor in tensors):
             raise self.unrecordable("a nested tensor was made, which has no shape that could be told")
+        args, kwargs = given
         node = self.tag(self.graph.create_node(op, target, tuple(args), dict(kwargs), name=name), expect)
-        node.meta["sizes"] = [tuple(tensor.shape) for tensor in made]
+        node.meta["sizes"] = [tuple(tensor.shape) for tensor in tensors]
         self._spread(node, result)
         return node
 
