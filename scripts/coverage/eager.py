@@ -41,7 +41,7 @@ class Drawing(TorchFunctionMode):
             return run()
         number, self.count, self.inside = self.count, self.count + 1, 1
         try:
-            with self.patches.off(), paused(self):
+            with self.patches.on(off=True), paused(self):
                 if number in self.seeds:
                     with torch.random.fork_rng(devices=()):
                         torch.manual_seed(self.seeds[number])

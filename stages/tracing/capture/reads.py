@@ -2,10 +2,8 @@
 code of a model reads from outside of it (globals of its files and what hangs on them, variables of
 functions around, methods of its classes).
 
-A record is one run's way through that code; what it read there is part of the record, and is held against
-its value at every step. What nobody read may change later. Layers run their own code again each time, so
-theirs does not count.
-"""
+What a run read is part of its record, and is held against its value at every step; what nobody read may
+change. Layers run their own code again each time, so theirs does not count."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import contextlib
 import dataclasses
 import dis
 import enum
+import functools
 import gc
 import itertools
 import os
@@ -59,10 +58,9 @@ class Reads:
         return read
 
     def of_tensor(self, getter: Any, name: str | None) -> None:
-        """Note that the property behind ``getter`` was read of the model's tensor ``name``, None for one that
-        was computed; called by whoever torch told of it.
+        """Note that the property behind ``getter`` was read of the tensor ``name`` (None: a computed one).
 
-        Raises:  PlanError: it is a gradient."""
+        Called by whom torch calls; PlanError for a gradient."""
         file = sys._getframe(3).f_code.co_filename
         wanted = getattr(getattr(getter, "__self__", None), "__name__", "")
         if wanted in _ASKING and not is_our_code(file):
@@ -117,7 +115,7 @@ class Guard:
     def difference(self, known: dict[int, Facts] | None = None) -> tuple[str, str, str] | None:
         """Return the name of what has changed, what it was and what it is, as text; None where nothing has.
 
-        Args:    known: objects (by their id) whose facts were found to hold in this check."""
+        ``known``: objects (by their id) whose facts were found to hold in this check."""
         now = self.read()
         if now is DROPPED or (self.facts is None and now is self.value):
             return None
@@ -197,16 +195,14 @@ class CodeReads:
         own = {code: held for code, held in self.ran.items() if is_code_of_model(code.co_filename)}
         for code, held in own.items():
             for chain in _chains_of(code):
-                guard = _guard(".".join(chain), code, lambda h=held, c=chain: _follow(h, c))
+                guard = _guard(".".join(chain), code, functools.partial(_follow, held, chain))
                 if guard.value is not ABSENT:
                     found[id(held), chain] = guard
-        for kind in self.kinds:
-            for name in dir(kind):
-                part = getattr(kind, name, None)
-                code = getattr(part, "__code__", None)
-                if code in own and not name.startswith("__"):
-                    read = lambda k=kind, n=name: getattr(k, n, ABSENT)  # noqa: E731
-                    found[kind, name] = _guard(f"{kind.__name__}.{name}", code, read)
+        for kind, name in [(owner, name) for owner in self.kinds for name in dir(owner)]:
+            code = getattr(getattr(kind, name, None), "__code__", None)
+            if code in own and not name.startswith("__"):
+                read = functools.partial(getattr, kind, name, ABSENT)
+                found[kind, name] = _guard(f"{kind.__name__}.{name}", code, read)
         for key, code in self.keys.items():
             look = lambda k=key: os.environ.get(k, ABSENT)  # noqa: E731
             found["environment", key] = _guard(f"os.environ[{key!r}]", code, look)
@@ -226,10 +222,10 @@ def _around(function: types.FunctionType) -> Iterator[tuple[Any, Guard]]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
-            yield (id(cell), name), _guard(name, code, lambda c=cell: _content(c))
+            yield (id(cell), name), _guard(name, code, functools.partial(_content, cell))
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name):
-            read = lambda f=function, n=name: getattr(f, n)  # noqa: E731
+            read = functools.partial(getattr, function, name)
             yield (id(function), name), _guard(f"{function.__name__}.{name}", code, read)
 
 

@@ -2,9 +2,7 @@
 
 Real tensors, no proxies and no compiler: every branch and every kernel choice is eager's own. Each torch
 call becomes a node; a module of torch.nn, and whatever is named as a leaf, becomes one node as a whole. What
-the run read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects what was
-read.
-"""
+the run read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects it."""
 
 from __future__ import annotations
 
@@ -53,24 +51,16 @@ class Patches:
         self.kept = [names.get(name, _NOTHING) for names, name in held]
 
     @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        """The block that is recorded."""
-        self._put([new for _, _, new in self.wanted])
+    def on(self, *, off: bool = False) -> Iterator[None]:
+        """The block that is recorded; ``off``: a block inside it in which everything is as ever."""
+        self._put(self.kept if off else None)
         try:
             yield
         finally:
-            self._put(self.kept)
+            self._put(None if off else self.kept)
 
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """A block inside it in which everything is as ever."""
-        self._put(self.kept)
-        try:
-            yield
-        finally:
-            self._put([new for _, _, new in self.wanted])
-
-    def _put(self, values: Iterable[Any]) -> None:
+    def _put(self, values: Iterable[Any] | None) -> None:
+        values = [new for _, _, new in self.wanted] if values is None else values
         for (owner, name, _), value in zip(self.wanted, values, strict=True):
             if isinstance(owner, dict):
                 owner[name] = value
@@ -80,7 +70,7 @@ class Patches:
                 setattr(owner, name, value)
 
 
-def is_single(module: nn.Module) -> bool:
+def _is_single(module: nn.Module) -> bool:
     """Return whether a module of torch.nn runs no code but torch's, so that what it runs asks for no patch:
     putting them aside for each takes longer than most take to run."""
     return (
@@ -91,13 +81,12 @@ def is_single(module: nn.Module) -> bool:
 
 
 def overridden(tensors: Iterable[Any]) -> bool:
-    """Return what torch.overrides.has_torch_function says where nobody records: is one of a kind of its
-    own?"""
+    """Return what torch.overrides.has_torch_function says where nobody records."""
     plain = (torch.Tensor, torch.nn.Parameter)
     return any(type(t) not in plain and hasattr(type(t), "__torch_function__") for t in tensors)
 
 
-def at_once(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
+def _at_once(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
     """Run what a reentrant checkpoint computes, without dropping and computing it again."""
     graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
@@ -112,22 +101,6 @@ def kinds_that_are_called() -> Iterator[type[nn.Module]]:
         yield compiled
 
 
-Place = tuple[dict[str, Any], str, Callable[..., Any]]
-"""Globals of a file, a name in them, and the function that it stands for."""
-
-
-def wrapped() -> list[Place]:
-    """Return the places of functions that are marked with ``torch.fx.wrap``."""
-    return [(frame, name, frame[name]) for frame, name in wrapped_functions() if callable(frame.get(name))]
-
-
-def bound(functions: Collection[Callable[..., Any]]) -> list[Place]:
-    """Every name of every imported file that stands for one of ``functions``."""
-    wanted = {id(function) for function in functions}
-    files = _files() if wanted else ()
-    return [(file, name, held) for file in files for name, held in list(file.items()) if id(held) in wanted]
-
-
 Applied = Sequence[tuple[dict[str, Any], str, type]]
 
 
@@ -136,19 +109,19 @@ def applying() -> Applied:
 
     There are a hundred thousand names: it takes several milliseconds."""
     builtin = types.BuiltinMethodType  # compared and not asked: some lazy objects warn when they are
-    owners = [
-        (file, name, getattr(held, "__self__", None))
-        for file in _files()
-        for name, held in list(file.items())
-        if type(held) is builtin and held.__name__ == "apply"
-    ]
+    names = ((*one, getattr(one[2], "__self__", None)) for one in _names() if type(one[2]) is builtin)
     return [
-        (file, name, own) for file, name, own in owners if isinstance(own, type) and issubclass(own, Function)
+        (file, name, owner)
+        for file, name, held, owner in names
+        if held.__name__ == "apply" and isinstance(owner, type) and issubclass(owner, Function)
     ]
 
 
-def _files() -> list[dict[str, Any]]:
-    return [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
+def _names() -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Globals of every imported file, a name in them, and what it stands for."""
+    for file in list(sys.modules.values()):
+        if isinstance(file, types.ModuleType):
+            yield from ((vars(file), name, held) for name, held in list(vars(file).items()))
 
 
 class Buffers:
@@ -159,13 +132,13 @@ class Buffers:
         named = model.named_parameters(remove_duplicate=False)
         self.held = {name: p for name, p in named if not p.requires_grad}
         self.held |= dict(model.named_buffers(remove_duplicate=False))
-        self.written = {storage_of(tensor) for name, tensor in self.held.items() if name in written}
+        self.written = {_storage_of(tensor) for name, tensor in self.held.items() if name in written}
 
     def among(self, given: Any) -> list[tuple[torch.Tensor, Contents]]:
         """Written buffers and views of them among the arguments of a call, each with what it held before."""
         if not self.written or not torch.is_grad_enabled():
             return []
-        return [(t, Contents([t])) for t in tensors_in(given) if storage_of(t) in self.written]
+        return [(t, Contents([t])) for t in tensors_in(given) if _storage_of(t) in self.written]
 
     def replaced(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, old and new tensor of those that ``model`` has no more."""
@@ -174,17 +147,8 @@ class Buffers:
                 yield name, self.held[name], buffer
 
 
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return the number of a tensor's memory, which no other memory has; None: it is not one piece."""
+def _storage_of(tensor: torch.Tensor) -> int | None:
     return memory_id(tensor) if tensor.layout is torch.strided else None
-
-
-def only_read(buffer: torch.Tensor, before: Contents, result: Any) -> bool:
-    """Return whether a call left ``buffer`` as it was, gave no view of it, and may keep it for its
-    backward."""
-    made = tensors_in(result)
-    viewed = any(storage_of(t) == storage_of(buffer) for t in made)
-    return not viewed and any(t.requires_grad for t in made) and not before.changed()
 
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -194,36 +158,27 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec, tuple[str, ...]]
     """Leaves and structure of ``result``, and what was left out of it, by name."""
     _register(result)
     paths, spec = pytree.tree_flatten_with_path(result)
-    leaves, dropped = [], []
+    dropped = []
     for path, leaf in paths:
-        if isinstance(leaf, (torch.Tensor, *_NUMBERS)):
-            leaves.append(leaf)
-        else:
-            leaves.append(None)
+        if not isinstance(leaf, (torch.Tensor, *_NUMBERS)):
             name = re.sub(r"\['(\w+)'\]", r".\1", pytree.keystr(path)).lstrip(".")
             dropped.append(f"{name or 'its result'} ({type(leaf).__name__})")
-    return leaves, spec, tuple(dropped)
+    return [x if isinstance(x, (torch.Tensor, *_NUMBERS)) else None for _, x in paths], spec, tuple(dropped)
 
 
 def _register(result: Any) -> None:
     """Tell torch how to take plain dataclasses apart."""
     for item in pytree.tree_leaves(result):
         kind = type(item)
-        made = getattr(kind, "__dataclass_params__", None)
-        own = made is not None and made.init and "__init__" in vars(kind)  # else a class like any other
-        if own and _holds_tensors(item):
+        params = getattr(kind, "__dataclass_params__", None)
+        own = params is not None and params.init and "__init__" in vars(kind)  # else a class like any other
+        if own and tensors_in([getattr(item, field.name) for field in dataclasses.fields(item)]):
             pytree.register_dataclass(kind)
             return _register(result)
 
 
-def _holds_tensors(item: Any) -> bool:
-    values = [getattr(item, field.name) for field in dataclasses.fields(item)]
-    return bool(tensors_in(values))
-
-
 class Recorder(Nodes, TorchFunctionMode):
-    """Records what one call of ``model`` does; ``leaf`` says which modules are one node, as are
-    ``functions``.
+    """Records what one call of ``model`` does; ``leaf`` modules are one node, and so are ``functions``.
 
     ``written`` are the buffers that the call changes; ``reads`` what it reads outside of layers, where it
     ``notes`` attributes of modules too. ``applied`` is what ``applying`` found, None: it looks itself."""
@@ -257,22 +212,27 @@ class Recorder(Nodes, TorchFunctionMode):
                 yield
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        """Patches for what passes by torch's dispatch: modules, autograd Functions, scripted and wrapped
-        ones."""
+        """Patches for what passes by torch's dispatch."""
         apply, scripted = torch.autograd.Function.__dict__["apply"], torch.jit.ScriptFunction.__call__
 
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
             run = apply.__get__(None, function)
             if function is CheckpointFunction and not self.is_unrecorded():
-                return self.in_segment(at_once, *args)
+                return self.in_segment(_at_once, *args)
             return self.opaque("call_function", run, function.__name__, run, args, kwargs)
 
         def script(function: Any, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(scripted, function)
             return self.opaque("call_function", run, function.name, run, args, kwargs)
 
+        def run_function(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            return self.opaque("call_function", function, name, function, args, kwargs)
+
+        def run_module(call: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda module, /, *args, **kwargs: self._module(module, call, args, kwargs)
+
         for kind in kinds_that_are_called():
-            yield kind, "__call__", self._called(kind.__call__)
+            yield kind, "__call__", run_module(kind.__call__)
         if self.notes:
             yield nn.Module, "__getattribute__", self.reads.reader()
         yield torch.autograd.Function, "apply", classmethod(applied)
@@ -282,21 +242,15 @@ class Recorder(Nodes, TorchFunctionMode):
         yield torch.overrides, "has_torch_function", overridden
         yield torch, "initial_seed", self._initial_seed
         yield torch.random, "initial_seed", self._initial_seed
-        for frame, name, held in (*wrapped(), *bound(self.functions)):
-            yield frame, name, functools.partial(self._run_function, name, held)
+        wrapped = ((frame, name, frame.get(name)) for frame, name in wrapped_functions())
+        wanted = {id(function) for function in self.functions}
+        named = (one for one in _names() if id(one[2]) in wanted) if wanted else ()
+        for frame, name, held in (*(one for one in wrapped if callable(one[2])), *named):
+            yield frame, name, functools.partial(run_function, name, held)
 
     def _initial_seed(self) -> int:
         """Layers are seeded one by one, so only inside of one does the seed say anything."""
         raise self.unrecordable("it reads torch.initial_seed(), which each layer has its own of")
-
-    def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._module(module, call, args, kwargs)
-
-        return called
-
-    def _run_function(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return self.opaque("call_function", function, name, function, args, kwargs)
 
     def _module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.is_unrecorded():
@@ -314,12 +268,12 @@ class Recorder(Nodes, TorchFunctionMode):
             self.stack.pop()
 
     def _is_layer(self, path: str, module: nn.Module) -> bool | None:
-        """Return whether a module that is one layer ``is_single``; None where it is not one layer."""
+        """Return whether a module that is one layer runs torch's code alone; None: it is not one layer."""
         self.quiet += 1  # it is not the model that looks
         try:
             # torch.func.functional_call may lend a module other parameters than its own
             own = self.leaf(path, module) and all(id(p) in self.names for p in module.parameters())
-            return is_single(module) if own else None
+            return _is_single(module) if own else None
         finally:
             self.quiet -= 1
 
@@ -342,7 +296,7 @@ class Recorder(Nodes, TorchFunctionMode):
             for leaf in (target, *tree_leaves((args, kwargs))):
                 self._refuse_hidden(name, leaf)
             given = self.named((args, kwargs))
-            with contextlib.nullcontext() if single else self.patches.off(), paused(self):
+            with contextlib.nullcontext() if single else self.patches.on(off=True), paused(self):
                 result = run(*args, **kwargs)
             node = self.emit(op, target, given, result, name)
             node.meta["opaque"] = True
@@ -399,7 +353,9 @@ class Recorder(Nodes, TorchFunctionMode):
             result = func(*args, **kwargs)
         # 3. a buffer that is written to later is read as it is now
         for buffer, before in watched:
-            if only_read(buffer, before, result):
+            results, memory = tensors_in(result), _storage_of(buffer)
+            is_viewed = any(_storage_of(t) == memory for t in results)
+            if not is_viewed and any(t.requires_grad for t in results) and not before.changed():
                 read = self.node_of(buffer)
                 copied = self.tag(self.graph.call_function(torch.clone, (read,)), None)
                 given = mapped(given, fx.Node, lambda node, r=read, c=copied: c if node is r else node)
@@ -427,23 +383,18 @@ class Recorder(Nodes, TorchFunctionMode):
     def _property(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         """``x.T`` and ``x.data`` make tensors, ``x.shape`` and ``x.device`` do not."""
         if name != "__get__":
-            owner = args[0]
-            if isinstance(owner, torch.Tensor) and name == "__set__" and self.known(owner):
-                return self._write_property(func, args)
-            return func(*args)
+            if name != "__set__" or not isinstance(args[0], torch.Tensor) or not self.known(args[0]):
+                return func(*args)
+            given = self.named((args, {}))  # x.data = y and x.requires_grad = True change what the node made
+            result = func(*args)
+            self.emit("call_function", func, given, None, "setattr")
+            return result
         self.reads.of_tensor(func, self.names.get(id(args[0])))
         result = func(*args)
         if isinstance(result, torch.Size):
             self._read_shape(args)
         if isinstance(result, torch.Tensor) and not self.known(result) and id(result) not in self.names:
             self.emit("call_function", func, self.named((args, {})), result, "getattr")
-        return result
-
-    def _write_property(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """``x.data = y`` and ``x.requires_grad = True`` change what the node made."""
-        given = self.named((args, {}))
-        result = func(*args)
-        self.emit("call_function", func, given, None, "setattr")
         return result
 
     def _read_shape(self, args: tuple[Any, ...]) -> None:
