@@ -10,16 +10,16 @@ zero, so it needs to travel only where the output is not (mask reuse): the upstr
 rest, whatever stands there, NaN included. Only a ReLU, a ReLU6 or a max-pool over one proves that; dropout
 does not (a kept element may be zero with a live gradient, a dropped one gets -0.0). And a gradient surely
 comes back through torch's own layers only: a function of a person may take another way in every run, and a
-backward of his own may return None.
-"""
+backward of his own may return None."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +50,8 @@ from .object_snapshot import is_foreign
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Result of a layer: the values of its leaves and the structure around them.
-
-    ``alone``: the value that it is by itself, None where there is a structure."""
+    """Result of a layer: the values of its leaves, the structure around them, and the value that it is by
+    itself (``alone``), None where there is a structure."""
 
     values: tuple[int, ...]
     spec: TreeSpec
@@ -92,27 +91,23 @@ class ProbeRecorder:
         leaves, spec = tree_flatten(result)
         values = []
         for k, leaf in enumerate(leaves):
-            known = self.numbers.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
-            if known is None:
-                known = len(self.objects)
+            number = self.numbers.get(id(leaf), len(self.objects))
+            if number == len(self.objects):
                 self.objects.append(leaf)
                 self.names.append(node.name if len(leaves) == 1 else f"{node.name}.{k}")
                 self.producers.append(index)
                 self.users.append(set())
                 if isinstance(leaf, torch.Tensor):
-                    self.numbers[id(leaf)] = known
+                    self.numbers[id(leaf)] = number
                     if leaf.layout is torch.strided:
                         self.on.setdefault(memory_id(leaf), []).append(leaf)
-            values.append(known)
-        self.outputs[node] = Outputs(
-            values=tuple(values), spec=spec, alone=values[0] if spec.is_leaf() else None
-        )
+            values.append(number)
+        alone = values[0] if spec.is_leaf() else None
+        self.outputs[node] = Outputs(values=tuple(values), spec=spec, alone=alone)
 
     def reads(self, node: fx.Node, extra: Sequence[fx.Node] = ()) -> Iterator[int]:
         """The values that ``node`` reads: of a tuple that is indexed, only what is picked."""
-        for source in (*node.all_input_nodes, *extra):
-            if is_local(source):
-                continue
+        for source in itertools.filterfalse(is_local, (*node.all_input_nodes, *extra)):
             outputs = self.outputs[source]
             picks = node.args[1] if node.target is operator.getitem and source is node.args[0] else None
             flat = outputs.spec.num_children == outputs.spec.num_leaves > 0
@@ -146,25 +141,8 @@ class ProbeRecorder:
         """The layer that wrote last to the memory of a value before the layer ``reader`` runs."""
         return max(writer for writer in self.writers(number) if writer < reader)
 
-    def watched(self) -> set[int]:
-        """The values whose gradient a hook sees."""
-        tensors = {n: t for n, t in enumerate(self.objects) if isinstance(t, torch.Tensor)}
-        return {
-            number for number, tensor in tensors.items() if has_gradient_hooks(tensor) or tensor.retains_grad
-        }
 
-    def storages(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Identity of the tensors' storages (on the meta device all addresses are zero)."""
-        return {i: memory_id(t) for i in numbers if isinstance(t := self.objects[i], torch.Tensor)}
-
-
-def buffers_at(layer: Layer, parts: Parts) -> dict[str, torch.Tensor]:
-    """The buffers and frozen parameters that a layer may write to, by name."""
-    read = tensors_read(layer.node, parts)
-    return {name: t for name, t in read if not (isinstance(t, nn.Parameter) and t.requires_grad)}
-
-
-def local_at(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
+def _local_at(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
     """The tensors of the model that a node is given, by name."""
     return {str(n.target): parts.tensors[str(n.target)] for n in node.all_input_nodes if is_local(n)}
 
@@ -175,29 +153,21 @@ POOL_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 POOL_CALLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d}
 
 
-def zeros_that_stop(
-    traced: Traced,
-    parts: Parts,
-    outputs: Mapping[fx.Node, Outputs],
-    last_writer: Callable[[int, int], int],
-    watched: Collection[int],
-) -> set[tuple[int, int]]:
-    """(layer, value) for every layer that left zeros in its only output that stop every gradient there.
-
-    ``last_writer(value, reader)``: the layer that wrote last to the value's memory before ``reader`` ran.
-    ``watched``: values with hooks of their own, which see the whole gradient.
-    """
+def _zeros_that_stop(traced: Traced, parts: Parts, recorder: ProbeRecorder) -> set[tuple[int, int]]:
+    """(layer, value) for every layer that left zeros in its only output that stop every gradient there."""
     found: set[tuple[int, int]] = set()
     for index, layer in enumerate(traced.layers):
-        made = outputs[layer.node].values
-        if len(made) != 1 or made[0] in watched:
+        values = recorder.outputs[layer.node].values
+        value = recorder.objects[values[0]] if len(values) == 1 else None
+        # A hook of a value's own sees the whole gradient.
+        if not isinstance(value, torch.Tensor) or has_gradient_hooks(value) or value.retains_grad:
             continue
         if _is(layer, parts, RELU_MODULES, RELU_CALLS):
-            found.add((index, made[0]))
+            found.add((index, values[0]))
         elif len(layer.node.all_input_nodes) == 1 and _is(layer, parts, POOL_MODULES, POOL_CALLS):
-            (pooled,) = outputs[layer.node.all_input_nodes[0]].values
-            if (last_writer(pooled, index), pooled) in found:
-                found.add((index, made[0]))
+            (pooled,) = recorder.outputs[layer.node.all_input_nodes[0]].values
+            if (recorder.last_writer(pooled, index), pooled) in found:
+                found.add((index, values[0]))
     return found
 
 
@@ -207,11 +177,6 @@ def _is(layer: Layer, parts: Parts, modules: tuple[type[nn.Module], ...], calls:
         return layer.node.op != "get_attr" and layer.node.target in calls
     module = parts.modules[str(layer.node.target)]
     return type(module) in modules and is_unmodified(module) and not getattr(module, "min_val", 0)
-
-
-def may_prove(module: nn.Module) -> bool:
-    """Return whether zeros that a module leaves may stop gradients, if nobody watches it."""
-    return type(module) in (*RELU_MODULES, *POOL_MODULES)
 
 
 RELU_FUNCTIONS = ("relu", "relu6", "hardtanh", "max_pool1d", "max_pool2d", "max_pool3d")
@@ -224,18 +189,18 @@ def is_unmodified(module: nn.Module) -> bool:
     return not any(hooks) and "forward" not in vars(module)
 
 
-def is_of_torch(module: nn.Module) -> bool:
+def _is_of_torch(module: nn.Module) -> bool:
     """Return whether torch alone says what a module and all in it do: no code of a person's is held there."""
-    for m in module.modules():
-        torch_says = type(m).__module__.startswith("torch.nn.") and is_unmodified(m)
-        if not torch_says or any(map(_is_persons_code, vars(m).values())):
-            return False
-    return True
+    return all(
+        type(m).__module__.startswith("torch.nn.")
+        and is_unmodified(m)
+        and not any(map(_is_persons_code, vars(m).values()))
+        for m in module.modules()
+    )
 
 
 def _is_persons_code(item: object) -> bool:
-    """Return whether it is code of a person's, as an activation may be."""
-    if isinstance(item, types.FunctionType):
+    if isinstance(item, types.FunctionType):  # as an activation may be
         return not is_foreign(item)
     return callable(item) and not isinstance(item, type | types.BuiltinFunctionType)
 
@@ -245,7 +210,7 @@ _HANGS = ("register_hook", "register_post_accumulate_grad_hook")
 _TORCH_MODULES = ("torch", "torch.functional", "torch.nn.functional", "_operator", "math", "builtins")
 
 
-def edges_of(items: Iterable[tuple[int, object]]) -> Edges:
+def _edges_of(items: Iterable[tuple[int, object]]) -> Edges:
     """Edges at which the gradients of values (number, object) enter the graph; of those that have one."""
     if not torch.is_grad_enabled():  # there is no graph
         return {}
@@ -254,14 +219,8 @@ def edges_of(items: Iterable[tuple[int, object]]) -> Edges:
     return {(edge.node, edge.output_nr): number for number, edge in edges}
 
 
-def gradient_paths(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> GradientPaths:
-    """For each value that ``layer`` made, those it read that the gradient of that value surely comes to."""
-    if not read or not _is_torch_only(layer, parts):
-        return {}
-    return {number: _reachable(edge, read) for edge, number in made.items()}
-
-
 def _reachable(edge: tuple[Node, int], read: Edges) -> set[int]:
+    """The values among those ``read`` that the gradient at ``edge`` surely comes to."""
     ahead, seen, found = [edge], set(), set()
     while ahead:
         place = ahead.pop()
@@ -275,46 +234,41 @@ def _reachable(edge: tuple[Node, int], read: Edges) -> set[int]:
     return found
 
 
-class HookWatch(TorchFunctionMode):
+class _HookWatch(TorchFunctionMode):
     """The block in which a layer runs; ``any``: it hung functions on gradients, which read what they like."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.any = False
+    any = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One call of torch."""
         self.any |= getattr(func, "__name__", "") in _HANGS
         return func(*args, **kwargs or {})
 
 
-def has_custom_backward(layer: Layer, parts: Parts, *, made: Edges, read: Edges) -> bool:
-    """Return whether a backward of a person's is among those of ``layer``: it reads what it likes, saved
+def _has_custom_backward(made: Edges, read: Edges) -> bool:
+    """Return whether a backward of a person's is among those of a layer: it reads what it likes, saved
     or not."""
-    ahead = [] if _is_torch_only(layer, parts) else [node for node, _ in made]
-    before, seen = {node for node, _ in read}, set[Node]()
+    ahead, seen = [node for node, _ in made], {node for node, _ in read}
     while ahead:
         node = ahead.pop()
-        if isinstance(node, BackwardCFunction) and node not in before:
-            return True
-        if node not in seen and node not in before:
+        if node not in seen:
+            if isinstance(node, BackwardCFunction):
+                return True
             seen.add(node)
             ahead += [following for following, _ in node.next_functions if following is not None]
     return False
 
 
 def _is_torch_only(layer: Layer, parts: Parts) -> bool:
-    """Return whether torch alone says what a layer does."""
     node = layer.node
     if node.op == "call_module":
-        return is_of_torch(parts.modules[str(node.target)])
+        return _is_of_torch(parts.modules[str(node.target)])
     home = getattr(node.target, "__module__", None) or ""
     owner = getattr(node.target, "__objclass__", None)  # of a method of torch.Tensor
     return owner in (torch.Tensor, TensorBase) or home in _TORCH_MODULES or home.startswith("torch._C")
 
 
 @contextlib.contextmanager
-def keeping() -> Iterator[set[int]]:
+def _keeping() -> Iterator[set[int]]:
     """The block in which a layer runs; the memory that it keeps for its backward."""
     found = set[int]()
 
@@ -327,7 +281,7 @@ def keeping() -> Iterator[set[int]]:
         yield found
 
 
-def statistics_of(layer: Layer, parts: Parts) -> set[int]:
+def _statistics_of(layer: Layer, parts: Parts) -> set[int]:
     """The memory of running statistics that a layer keeps, and that no backward in train mode reads."""
     if layer.node.op == "call_module":
         modules = parts.modules[str(layer.node.target)].modules()
@@ -335,32 +289,8 @@ def statistics_of(layer: Layer, parts: Parts) -> set[int]:
         found = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
     else:
         norm = getattr(layer.node.target, "__name__", "") in ("batch_norm", "instance_norm")
-        found = [*local_at(layer.node, parts).values()] if norm else []
+        found = [*_local_at(layer.node, parts).values()] if norm else []
     return {memory_id(tensor) for tensor in found}
-
-
-def runs_own_code(layer: Layer, parts: Parts) -> bool:
-    """Return whether a layer is more than one call of torch, and torch alone does not say what it does."""
-    node = layer.node
-    return "opaque" in node.meta and not (
-        node.op == "call_module" and is_of_torch(parts.modules[str(node.target)])
-    )
-
-
-def last_gradient_layers(
-    steps: Mapping[int, GradientPaths], outputs: Collection[int], num_layers: int
-) -> dict[int, int]:
-    """The last layer through which a gradient surely comes to a value, by number; not those without one.
-
-    Args:    steps: what ``gradient_paths`` found, by layer.
-             outputs: the values that the model returns and that have gradients; of several the loss may leave
-             out any."""
-    last = dict.fromkeys(outputs, num_layers) if len(outputs) == 1 else {}
-    for index in sorted(steps, reverse=True):
-        for end, starts in steps[index].items():
-            for start in starts if end in last else ():
-                last.setdefault(start, index)
-    return last
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,10 +342,6 @@ class Probe:
     refused: dict[int, str]
     samples: int
 
-    def crossing(self, cut: int) -> list[int]:
-        """Numbers of the values that are alive between layer ``cut`` and the next."""
-        return [i for i, v in enumerate(self.values) if v.producer <= cut < max(v.users, default=-1)]
-
 
 def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe:
     """Run ``traced`` once on ``inputs`` (both are written to: pass copies) and record what happens."""
@@ -425,16 +351,34 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         recorder.add(node, -1, tensor)
     for index, layer in enumerate(traced.layers):
         _record_layer(recorder, layer, index, env, parts, samples)
-        _refuse_written_constants(recorder, layer, traced, parts)
+        for name, tensor in _local_at(layer.node, parts).items():
+            if id(tensor) in recorder.written and name in traced.constants:
+                raise PlanError(
+                    f"layer {layer.name} writes to {name}, a tensor that was made once, while tracing; make "
+                    "it in a module or function that is named in leaves=, or register it as a buffer"
+                )
     end = len(traced.layers)
     for number in recorder.reads(traced.output):
         recorder.users[number].add(end)
-    for name, buffer in local_at(traced.output, parts).items():
+    for name, buffer in _local_at(traced.output, parts).items():
         recorder.accesses.setdefault(memory_id(buffer), (name, set()))[1].add(end)
-    _refuse_untracked(recorder)
-    stops = zeros_that_stop(traced, parts, recorder.outputs, recorder.last_writer, recorder.watched())
+    # A backward would read a buffer as forwards of later micro-batches have written it, and torch, which
+    # counts writes, would not see it.
+    for memory, (name, _) in recorder.accesses.items():
+        if (writer := recorder.untracked_memory.get(memory)) and memory in recorder.keepers:
+            raise PlanError(
+                f"layer {writer} writes to {name} past what torch counts (.data, NumPy), "
+                f"and {recorder.keepers[memory]} keeps it for its backward; read a clone of it, or read it "
+                "under torch.no_grad()"
+            )
+    # The last layer through which a gradient surely comes to a value: of several outputs the loss may leave
+    # out any.
     asked = {i for i in recorder.reads(traced.output) if getattr(recorder.objects[i], "requires_grad", False)}
-    last = last_gradient_layers(recorder.gradient_paths, asked, len(traced.layers))
+    last = dict.fromkeys(asked, end) if len(asked) == 1 else {}
+    for index, paths in reversed(recorder.gradient_paths.items()):
+        for start in (start for value, starts in paths.items() if value in last for start in starts):
+            last.setdefault(start, index)
+    stops = _zeros_that_stop(traced, parts, recorder)
     values = tuple(_value(recorder, i, stops, last.get(i, -1)) for i in range(len(recorder.objects)))
     record = Probe(
         values=values,
@@ -457,16 +401,17 @@ def _record_layer(
     # 1. what the layer may read and write, as it is before
     read = list(recorder.reads(layer.node, [source for _, source in layer.tied]))
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
-    buffers = buffers_at(layer, parts)
+    held = tensors_read(layer.node, parts)
+    buffers = {name: t for name, t in held if not (isinstance(t, nn.Parameter) and t.requires_grad)}
     recorder.hold(buffers.values())
     at_hand = recorder.beside([*tensors, *buffers.values()])
     versions, contents = [version_of(t) for t in at_hand], Contents(at_hand)
     asked = [(t.requires_grad, version_of(t)) for t in tensors]
     recorder.kept += contents.storages
-    states, before = states_of(recorder.generators), edges_of((i, recorder.objects[i]) for i in read)
+    states, before = states_of(recorder.generators), _edges_of((i, recorder.objects[i]) for i in read)
     # 2. the run
     try:
-        with HookWatch() as watch, keeping() as kept:
+        with _HookWatch() as watch, _keeping() as kept:
             env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())
@@ -474,17 +419,17 @@ def _record_layer(
     # 3. chance, and writes: counted by autograd, or seen by the bytes alone
     if drew(recorder.generators, states):
         recorder.random.add(layer.name)
-    if runs_own_code(layer, parts):
+    is_torchs = _is_torch_only(layer, parts)
+    if "opaque" in layer.node.meta and not (is_torchs and layer.node.op == "call_module"):
         recorder.own.add(layer.name)
     changed = [t for t, before in zip(at_hand, versions, strict=True) if version_of(t) != before]
     # batch_norm writes its statistics without giving them a new version, others through .data or NumPy
     other, counted = contents.changed(), {id(t) for t in changed}
     untracked = [t for t in at_hand if id(t) not in counted and memory_id(t) in other]
     recorder.untracked_memory |= {memory_id(t): layer.name for t in untracked}
-    recorder.keepers |= dict.fromkeys(kept - statistics_of(layer, parts), layer.name)
-    recorder.untracked_values |= {
-        recorder.numbers[id(t)]: index for t in untracked if id(t) in recorder.numbers
-    }
+    recorder.keepers |= dict.fromkeys(kept - _statistics_of(layer, parts), layer.name)
+    numbers = (recorder.numbers.get(id(t)) for t in untracked)
+    recorder.untracked_values |= {number: index for number in numbers if number is not None}
     changed += untracked
     recorder.turned |= {
         recorder.numbers[id(t)]: index
@@ -504,33 +449,11 @@ def _record_layer(
         recorder.users[number].add(index)
     # 5. what it made, and which gradients surely come back through it
     recorder.add(layer.node, index, env[layer.node])
-    after = edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
-    recorder.gradient_paths[index] = gradient_paths(layer, parts, made=after, read=before)
-    if watch.any or has_custom_backward(layer, parts, made=after, read=before):
+    after = _edges_of((i, recorder.objects[i]) for i in recorder.outputs[layer.node].values)
+    paths = {number: _reachable(edge, before) for edge, number in after.items()} if is_torchs else {}
+    recorder.gradient_paths[index] = paths
+    if watch.any or (not is_torchs and _has_custom_backward(after, before)):
         recorder.keeping.add(layer.name)
-
-
-def _refuse_untracked(recorder: ProbeRecorder) -> None:
-    """Refuse a buffer that a backward would read as forwards of later micro-batches have written it; where
-    torch counts the writes, it does so by itself."""
-    for memory, (name, _) in recorder.accesses.items():
-        if (writer := recorder.untracked_memory.get(memory)) and memory in recorder.keepers:
-            raise PlanError(
-                f"layer {writer} writes to {name} past what torch counts (.data, NumPy), "
-                f"and {recorder.keepers[memory]} keeps it for its backward; read a clone of it, or read it "
-                "under torch.no_grad()"
-            )
-
-
-def _refuse_written_constants(recorder: ProbeRecorder, layer: Layer, traced: Traced, parts: Parts) -> None:
-    """A tensor made in forward was made once, while tracing: what a layer writes to it would stay for
-    ever."""
-    for name, tensor in local_at(layer.node, parts).items():
-        if id(tensor) in recorder.written and name in traced.constants:
-            raise PlanError(
-                f"layer {layer.name} writes to {name}, a tensor that was made once, while tracing; make "
-                "it in a module or function that is named in leaves=, or register it as a buffer"
-            )
 
 
 def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, int]], last: int) -> Value:
@@ -570,7 +493,7 @@ def travels(tensor: torch.Tensor) -> bool:
 
 
 def _alive(values: Sequence[Value], cuts: int) -> Iterator[list[int]]:
-    """Yield what ``crossing`` gives for one cut after the other, in one pass."""
+    """Yield the values that cross each cut, in one pass."""
     begin: dict[int, list[int]] = {}
     for number, value in enumerate(values):
         begin.setdefault(max(value.producer, 0), []).append(number)
@@ -597,7 +520,9 @@ def _refusal(recorder: ProbeRecorder, record: Probe, cut: int, alive: Sequence[i
             name = record.values[number].name
             return f"a layer behind it lets {name} ask for a gradient, or no more (requires_grad_)"
     seen: dict[int, int] = {}
-    for number, storage in recorder.storages(alive).items():
+    tensors = ((i, t) for i in alive if isinstance(t := recorder.objects[i], torch.Tensor))
+    for number, tensor in tensors:
+        storage = memory_id(tensor)  # on the meta device all addresses are zero
         first = seen.setdefault(storage, number)
         if first != number and storage in recorder.writes:
             names = f"{record.values[first].name} and {record.values[number].name}"

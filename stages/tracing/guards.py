@@ -30,7 +30,7 @@ from ..device import CPU, autocast_state
 from ..torch_private import HOOKS, REGISTERED, hooks_on_all_modules, memory_id
 from .aliases import in_memory_of
 from .capture.reads import ABSENT, ALL, ASKS, DROPPED, Guard, changed_fact, same_to_readers
-from .dataflow import RELU_FUNCTIONS, is_unmodified, may_prove
+from .dataflow import POOL_MODULES, RELU_FUNCTIONS, RELU_MODULES, is_unmodified
 from .layers import Traced, parts_of, tensors_read
 from .model_checks import refuse_autocast
 from .object_snapshot import INTERNAL, OF_EVERY, Facts, Same, contents, data_of, is_plain, written_kinds
@@ -110,7 +110,7 @@ class ModuleState:
     def __init__(self, path: str, module: nn.Module, *, is_layer: bool) -> None:
         self.path, self.is_layer, self.key = path, is_layer, id(module)
         self.module, self.names = weakref.ref(module), frozenset(vars(module))
-        self.proves = may_prove(module) and is_unmodified(module)
+        self.proves = type(module) in (*RELU_MODULES, *POOL_MODULES) and is_unmodified(module)
         self.awake = module.training
         self.code, self.registered = _code(module), _registered(module)
         self.settings = {

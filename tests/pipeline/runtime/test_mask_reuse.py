@@ -97,7 +97,7 @@ def value_behind(place, *layers):
     model = nn.Sequential(nn.Conv2d(3, 3, 1), *layers, nn.Flatten())
     record = penstock.trace(model, (torch.randn(2, 3, 8, 8),)).train_probe
     place = place if place >= 0 else len(record.outputs) - 1 + place
-    (value,) = (record.values[i] for i in record.crossing(place))
+    (value,) = (v for v in record.values if v.producer <= place < max(v.users, default=-1))
     return value, place
 
 
