@@ -30,8 +30,7 @@ class Costs:
     ``copies`` says how often each rank holds what its layers take, ``rate`` is the bits per second of a link,
     ``budget`` the bytes that a rank may use; ``recompute``: a backward runs its forward again first;
     ``prefetches``: parameters in a tier come ahead of the layer that reads them;
-    ``replicas``: ranks that share the micro-batches of each stage, empty: one each.
-    """
+    ``replicas``: ranks that share the micro-batches of each stage, empty: one each."""
 
     def __init__(
         self,

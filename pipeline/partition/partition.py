@@ -51,8 +51,7 @@ def named_cuts(profile: Profile, cuts: Sequence[str]) -> list[int]:
 
     Raises:
         PlanError: an unknown name (close ones are listed), a refused place (with its reason), the end of the
-            model, a place given twice, or cuts that do not follow the order of the layers.
-    """
+            model, a place given twice, or cuts that do not follow the order of the layers."""
     if isinstance(cuts, str):
         raise PlanError(f"cuts is a list of names, found {cuts!r}; write [{cuts!r}]")
     positions = [_position(profile, name) for name in cuts]
@@ -174,8 +173,7 @@ def partition(
         disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
-        ScheduleError: the schedule is not known, or does not suit the counts. CodecError: no such codec.
-    """
+        ScheduleError: the schedule is not known, or does not suit the counts. CodecError: no such codec."""
     asked_for = dict(locals())  # ahead of any other name
     # 1. what the request leaves open: tiers and replicas are searched by calls of this function
     check_arguments(profile, codec, extra_in_flight, optimizer_state)

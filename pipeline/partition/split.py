@@ -3,8 +3,7 @@
 The one algorithm behind stages and ranks. Costs are measured, and two that differ by less than measurements
 err are equals; what passes the cuts is known exactly. So that decides, and not the noise of a busy machine.
 Two passes, because a prefix of the best whole need not be a best prefix: the first finds the smallest limit
-that some split keeps, the second the lightest split near it.
-"""
+that some split keeps, the second the lightest split near it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,8 +32,7 @@ def split(
         weight: the sum over the cuts decides among splits whose costliest part is within the tolerance of the
             cheapest possible; among equals the costliest part, then the earlier cut, from the last on.
         grows: whether a cost never falls when its part grows, so that longer ones need no look.
-    Returns: the chosen positions ascending, both ends included, or None where nothing is allowed.
-    """
+    Returns: the chosen positions ascending, both ends included, or None where nothing is allowed."""
     # 1. the smallest limit that some split keeps, and the tolerance over it
     smallest = smallest_limit(points, parts=parts, span=span, edge=edge, grows=grows)
     if smallest == math.inf:

@@ -2,8 +2,7 @@
 step.
 
 It says how often the bytes of some layers are there at once; everybody multiplies their own bytes,
-predicted or measured.
-"""
+predicted or measured."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ def copies(
     ``parameters_tier`` the parameters of neighbours are there, with a gradient of the largest layer and a
     piece of one, or in an update all that belongs to a layer: to a piece of it, where the optimizer updates
     ``by_element``; and what waits where the tier leaves it on the device.
-    ``exchanged``: how often the parameters' bytes are there for replicas to sum up gradients.
-    """
+    ``exchanged``: how often the parameters' bytes are there for replicas to sum up gradients."""
     here = min(in_flight, 1) if recompute else in_flight
     moves = not recompute and tier != "device"
     leaves = GONE if device == HOST else AWAY

@@ -1,8 +1,7 @@
 """Plan: the whole decision as data: the stages with what was decided for each, the schedule and the codec.
 
 A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will
-run.
-"""
+run."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ class Plan(Placed):
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
     need. ``graph``: the LayerGraph that it was made from, in this process only.
-    Raises:  PlanError: the fields contradict each other.
-    """
+    Raises:  PlanError: the fields contradict each other."""
 
     schedule: str
     micro_batches: int

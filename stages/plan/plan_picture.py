@@ -1,7 +1,6 @@
 """The picture of a plan: what each stage holds, how long it takes, and what passes between the stages.
 
-A person judges a cut by balance and by the bytes on its links; both are seen here before anything runs.
-"""
+A person judges a cut by balance and by the bytes on its links; both are seen here before anything runs."""
 
 from collections.abc import Sequence
 from pathlib import Path

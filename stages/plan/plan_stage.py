@@ -5,8 +5,7 @@ and pays for all. So any run of micro-batches is spread as the shares say, the f
 how many there are, and equal shares are plain turns.
 
 Source: smooth weighted round robin as nginx deals requests (ngx_http_upstream_round_robin.c, since
-1.3.1).
-"""
+1.3.1)."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ class PlanStage:
     ``codecs``: by name of a value that the stage makes and sends, the codec that it travels in, or under
     "auto" begins with; ``gradient_codecs``: the same for the gradients that it sends up, by name of their
     values. What has no codec here has that of the plan.
-    Raises:  PlanError: a decision that nothing can run.
-    """
+    Raises:  PlanError: a decision that nothing can run."""
 
     layers: tuple[str, ...]
     parameters: tuple[str, ...]

@@ -35,8 +35,7 @@ def check_versions(
     """Refuse what cannot be trained as asked.
 
     Args:    weights: a name in ``POLICIES``; ``prediction``: whether forwards run with predicted weights.
-    Raises:  PlanError: the schedule, the policy and the counts do not go together.
-    """
+    Raises:  PlanError: the schedule, the policy and the counts do not go together."""
     rule = policy_named(weights, schedule=schedule, prediction=prediction).rule
     if rule and rule.per_batch and micro_batches < num_stages:
         raise PlanError(

@@ -2,8 +2,7 @@
 
 A view of LayerGraph, its probe and its profile, as plain data: a picture draws it, a program may read it.
 There are layer and data vertices; edges from input to layer to output (forward), from output to layer to
-input and from what a layer saved to the layer (backward), and from layer to layer (compute).
-"""
+input and from what a layer saved to the layer (backward), and from layer to layer (compute)."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def dependencies(
     """The dependencies of what ``graph`` recorded and ``profile`` measured, as it trains.
 
     Args:    optimizer_state: bytes that the optimizer keeps for each of a parameter's.
-             old_versions: for each layer, the versions of its parameters beside the newest; (): none.
-    """
+             old_versions: for each layer, the versions of its parameters beside the newest; (): none."""
     return _Builder(graph, profile).built(optimizer_state, old_versions or [0] * len(profile.layers))
 
 

@@ -1,6 +1,5 @@
 """The picture of the dependencies: layers as boxes in columns by stage, data as circles that grow with their
-bytes; down the page goes the forward, up the backward.
-"""
+bytes; down the page goes the forward, up the backward."""
 
 from __future__ import annotations
 

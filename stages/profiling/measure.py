@@ -5,8 +5,7 @@ backward is its own. One that cannot run so (it differentiates what a layer ahea
 input in place) runs with those ahead. All layers run once together, for what they save.
 
 Layers of a model on the meta device are given random values one layer at a time. Seconds hardly depend on
-values; zeros do, so of a ReLU's output about half are.
-"""
+values; zeros do, so of a ReLU's output about half are."""
 
 from __future__ import annotations
 
@@ -249,8 +248,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
              repeats: runs of which the median is taken, after one that is not counted.
     Returns: the Profile; seconds are per micro-batch with the threads that torch has now. One thread counts
              its own seconds of a processor, not those in which other programs have it.
-    Raises:  PlanError: the inputs do not suit the traced model.
-    """
+    Raises:  PlanError: the inputs do not suit the traced model."""
     if not isinstance(graph, LayerGraph) or not isinstance(repeats, int) or repeats < 1:
         raise PlanError(
             f"measure takes what trace(model, example) returned and repeats=1 or more, found a "

@@ -1,8 +1,7 @@
 """Profile: what was measured of a network, as data: a plan is made from it, without the model.
 
 Intermediate data of a step is part of it: every storage that autograd keeps for a backward, as it was
-seen.
-"""
+seen."""
 
 from __future__ import annotations
 

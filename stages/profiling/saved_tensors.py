@@ -1,8 +1,7 @@
 """One whole step of a recorded network: which storages its layers save, who reads them and how often.
 
 It also shows which gradients no frame keeps: a column of a wide gradient lies far apart, and made dense
-it would pick other kernels and other bits, so the model is not cut where it would cross.
-"""
+it would pick other kernels and other bits, so the model is not cut where it would cross."""
 
 from __future__ import annotations
 

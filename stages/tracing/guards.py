@@ -8,8 +8,7 @@ container's forward read it, and refused elsewhere.
 
 Only what was read is compared, and always with the trace: a change that was refused once is refused at the
 next step too. A rank may drop the layers of others, so modules are held weakly; one that is gone has nothing
-to say.
-"""
+to say."""
 
 from __future__ import annotations
 

@@ -156,8 +156,7 @@ def chosen_leaves(
 
     Args:    leaves: classes of modules (or their names), paths of modules, functions (or their dotted names:
              only among what is imported already, since a plan may name them).
-    Raises:  PlanError: one names nothing of the model.
-    """
+    Raises:  PlanError: one names nothing of the model."""
     if isinstance(leaves, str) or not isinstance(leaves, Iterable):
         raise PlanError(
             f"leaves is a list of classes, module paths and functions, found {leaves!r}; wrap it: [...]"

@@ -3,8 +3,7 @@
 A forward may change any of it, and a person may between two steps; stages run what was traced, on other
 copies and on other ranks, so a change is found by comparing this before and after. Parts are found breadth
 first, each object once, as deep and as far as ``LIMIT``: what contains comes before what it contains. The
-globals of a file are not seen.
-"""
+globals of a file are not seen."""
 
 from __future__ import annotations
 

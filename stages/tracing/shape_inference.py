@@ -7,8 +7,7 @@ nothing).
 
 Where the meta device tells a model's shapes otherwise than a real run (attention kernels lay their results
 out otherwise there, experts chosen by value have no shape at all), every other size is refused here, and
-whoever asks records the model anew.
-"""
+whoever asks records the model anew."""
 
 from __future__ import annotations
 

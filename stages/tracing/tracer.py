@@ -3,8 +3,7 @@ evaluates.
 
 What a model does is recorded from real eager runs (``capture``). Before anybody relies on the record it
 is run beside the model on other data, another size and moved weights: same outputs, gradients and
-buffers, bit for bit, or a refusal.
-"""
+buffers, bit for bit, or a refusal."""
 
 from __future__ import annotations
 
@@ -137,8 +136,7 @@ def trace(
              otherwise.
     Returns: the LayerGraph; a layer is one torch call or one module of torch.nn, with the name that torch.fx
              would give it.
-    Raises:  PlanError: what the model does cannot be repeated layer by layer.
-    """
+    Raises:  PlanError: what the model does cannot be repeated layer by layer."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"a model is a torch.nn.Module, found {type(model).__name__}")
     call, given = Call.of(model, example_inputs)

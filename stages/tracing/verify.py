@@ -3,8 +3,7 @@
 What recording cannot see is lost without a word; one comparison before training costs seconds, a wrong model
 costs weeks. It runs on a copy of the model in which every weight is moved a little, and put back: what
 tracing computed from a weight and baked in shows when the weight moves. A copied parameter has memory of its
-own, whatever shared it in the model.
-"""
+own, whatever shared it in the model."""
 
 from __future__ import annotations
 

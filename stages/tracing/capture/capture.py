@@ -80,8 +80,7 @@ def capture(
              leaf: whether a module is one layer by somebody's choice; ``functions``: those that are.
              written: the buffers that a forward changes.
     Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one
-    layer.
-    """
+    layer."""
     runs = _Runs(call, leaf, functions, written)
     applied = applying()  # an eager run has imported by now what the model imports in a forward
     recorder, spec, dropped, code_reads = runs.record(model, copies, example, applied)
