@@ -37,11 +37,10 @@ from .object_snapshot import INTERNAL, OF_EVERY, Facts, Same, contents, data_of,
 REMEDY = "set it back, or make the Pipeline anew and load its state_dict()"
 NOT_SETTINGS = OF_EVERY | INTERNAL
 _REGISTERED, _HOOKS = operator.itemgetter(*REGISTERED), operator.itemgetter(*HOOKS)
-Reads = Collection[tuple[str, str]]
+Read = tuple[str, str]
 
 
-def refuse_difference(change: tuple[str, str, str] | None, where: str = "") -> None:
-    """Raise PlanError for a change of what a trace read: its name, what it was, what it is."""
+def _refuse_difference(change: tuple[str, str, str] | None, where: str = "") -> None:
     if change is not None:
         name, was, now = change
         by = f"its code ({where})" if where else "which"
@@ -50,9 +49,9 @@ def refuse_difference(change: tuple[str, str, str] | None, where: str = "") -> N
         )
 
 
-def model_guards(model: nn.Module, reads: Reads, layers: Collection[int]) -> Iterator[Guard]:
-    """Yield the guards on what a trace read of ``model``; ``layers``: ids of the modules in layers, of whose
-    classes only what was read from outside counts."""
+def model_guards(model: nn.Module, reads: Collection[Read], layers: Collection[int]) -> Iterator[Guard]:
+    """Yield guards on what a trace read of ``model``; ``layers``: ids of modules in layers, of whose classes
+    only what was read from outside counts."""
     updated, modules = in_memory_of(model), {id(module) for module in model.modules()}
     look = functools.partial(contents, enters=lambda item: id(item) not in modules, unversioned=updated)
     known: dict[int, Facts | None] = {}
@@ -61,7 +60,7 @@ def model_guards(model: nn.Module, reads: Reads, layers: Collection[int]) -> Ite
         names.setdefault(path, set()).add(name)
     of_class: dict[type, dict[str, None]] = {}
     for path, module in model.named_modules():
-        start, wanted = f"{path}." if path else "", names.get(path, set[str]())
+        start, wanted = f"{path}." if path else "", names.get(path, set())
         if ALL in wanted:
             wanted = {*wanted, *vars(module)}
             yield Guard.of(f"{start}__dict__", _read_of(module, lambda m: frozenset(vars(m))))
@@ -78,7 +77,7 @@ def model_guards(model: nn.Module, reads: Reads, layers: Collection[int]) -> Ite
         for name in attributes:
             value = vars(kind).get(name, ABSENT)
             if not name.startswith("__") and (value is ABSENT or name in data_of(kind)):
-                read = lambda k=kind, n=name: vars(k).get(n, ABSENT)  # noqa: E731
+                read = functools.partial(vars(kind).get, name, ABSENT)
                 yield Guard.of(f"{kind.__name__}.{name}", read, look, known=known)
     for name, parameter in model.named_parameters():
         if ("", ASKS) in reads or (name, ASKS) in reads:
@@ -92,7 +91,7 @@ def _read_of(item: Any, get: Callable[[Any], Any]) -> Callable[[], Any]:
     return lambda: DROPPED if (there := refer()) is None else get(there)
 
 
-def torch_guards(*, proves: bool) -> Iterator[Guard]:
+def _torch_guards(*, proves: bool) -> Iterator[Guard]:
     """Yield the guards on how torch is set; ``proves``: zeros of ReLUs and pools may stop gradients."""
     yield Guard.of("the default dtype", torch.get_default_dtype)
     yield Guard.of("the set of hooks on all modules", hooks_on_all_modules)
@@ -101,7 +100,7 @@ def torch_guards(*, proves: bool) -> Iterator[Guard]:
         yield Guard.of(f"torch.nn.functional.{name}, behind whose zeros a gradient may stop,", read)
 
 
-class ModuleState:
+class _ModuleState:
     """State of one module: its class, hooks and registered parts; of a layer, its settings too.
 
     ``changed`` compares identities and costs about a microsecond."""
@@ -124,13 +123,12 @@ class ModuleState:
         self.identities = _identities(module)
         # An identity is one only while its object lives: of some it is noted when they die.
         self.dead: list[object] = []
-        hooks = [hook for kind in _HOOKS(vars(module)) for hook in kind.values()]
-        parts = [part for part in (*_parts(module).values(), *hooks) if type(part).__weakrefoffset__]
+        hooks = (hook for kind in _HOOKS(vars(module)) for hook in kind.values())
+        parts = (part for part in (*_parts(module).values(), *hooks) if type(part).__weakrefoffset__)
         self.alive = [weakref.ref(part, self.dead.append) for part in parts]
         self.plain = [value for value in vars(module).values() if is_plain(value)]
 
     def changed(self, module: nn.Module) -> bool:
-        """Return whether anything is another object than when it was seen last."""
         return bool(self.dead) or _identities(module) != self.identities
 
     def moved(self, module: nn.Module) -> bool:
@@ -152,7 +150,7 @@ class ModuleState:
                 f"the trace went through {where}, and its class, forward, hooks, children or own tensors, "
                 f"which were changed after Pipeline(...), would not count; {REMEDY}"
             )
-        refuse_difference(changed_fact(self.registered, registered, self.path))
+        _refuse_difference(changed_fact(self.registered, registered, self.path))
         if self.proves and rebuilt:
             raise PlanError(
                 f"a gradient may stay behind where {where} gives zeros, as it was a plain layer when it was "
@@ -172,13 +170,12 @@ def _identities(module: nn.Module) -> list[Any]:
 
 
 def _code(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Class, its forward, and the hooks in their order: all that says what a module does."""
+    """All that says what a module does."""
     hooks = [item for kind in _HOOKS(vars(module)) for item in kind.items()]
     return [(type(module), type(module).forward), *((handle, Same(hook)) for handle, hook in hooks)]
 
 
 def _parts(module: nn.Module) -> dict[str, Any]:
-    """The parameters, buffers and modules that are registered, by name."""
     pairs = (pair for parts in _REGISTERED(vars(module)) for pair in parts.items())
     return {name: part for name, part in pairs if part is not None}
 
@@ -202,27 +199,20 @@ class ModelGuards:
         roots: Mapping[str, nn.Module],
         stage_of: Sequence[int],
     ) -> None:
-        calls = {
-            mode: [
-                (layer.name, model.get_submodule(str(layer.node.target)))
-                for layer in traced.layers
-                if layer.node.op == "call_module"
-            ]
-            for mode, traced in traces.items()
-        }
         self.layers_of: dict[int, set[str]] = {}
-        for name, called in calls["train"]:
-            for module in called.modules():
-                self.layers_of.setdefault(id(module), set()).add(name)
-        layers = {id(m) for those in calls.values() for _, called in those for m in called.modules()}
-        self.modules = [
-            ModuleState(path, module, is_layer=id(module) in layers) for path, module in model.named_modules()
-        ]
-        flags = {read for read in traces["train"].reads if read[1] == "training"}
-        reads = {read for traced in traces.values() for read in traced.reads if read[1] != "training"}
-        self.code = {(g.name, g.where, id(g.value)): g for traced in traces.values() for g in traced.guards}
+        layers = set[int]()
+        for mode, traced in traces.items():
+            for node in (layer.node for layer in traced.layers if layer.node.op == "call_module"):
+                inside = {id(module) for module in model.get_submodule(str(node.target)).modules()}
+                layers |= inside
+                for key in inside if mode == "train" else ():
+                    self.layers_of.setdefault(key, set()).add(node.name)
+        named = model.named_modules()
+        self.modules = [_ModuleState(path, m, is_layer=id(m) in layers) for path, m in named]
+        reads, flags, self.code = _reads_of(traces)
         proves = any(state.proves for state in self.modules)
-        self.guards = [*torch_guards(proves=proves), *model_guards(model, reads, layers), *self.code.values()]
+        self.guards = [*_torch_guards(proves=proves), *model_guards(model, reads, layers)]
+        self.guards += self.code.values()
         self.flags = [*model_guards(model, flags, layers)]
         every = {(path, name) for path, module in model.named_modules() for name in vars(module)}
         # By name, on what these traces did not read and others may.
@@ -235,24 +225,21 @@ class ModelGuards:
         """Hold the model against other traces, too, of a copy that was made with this.
 
         Raises: PlanError: something that they read has changed since."""
-        code = {(g.name, g.where, id(g.value)): g for traced in traces.values() for g in traced.guards}
+        reads, flags, code = _reads_of(traces)
         known = {guard.name for guard in (*self.guards, *self.flags)}
-        reads = {read for traced in traces.values() for read in traced.reads if read[1] != "training"}
-        flags = {read for read in traces["train"].reads if read[1] == "training"}
         new = [guard for guard in self._on(reads) if guard.name not in known]
         for guard in new:
-            refuse_difference(guard.difference())
+            _refuse_difference(guard.difference())
         self.guards += [*new, *(guard for key, guard in code.items() if key not in self.code)]
         self.flags += [guard for guard in self._on(flags) if guard.name not in known]
         self.code |= code
-        for layer in traces["train"].layers:
-            if layer.node.op == "call_module":
-                for state in self.modules:
-                    if f"{state.path}.".startswith(f"{layer.node.target}."):
-                        self.layers_of.setdefault(state.key, set()).add(layer.name)
+        calls = (layer.node for layer in traces["train"].layers if layer.node.op == "call_module")
+        for node, state in itertools.product(calls, self.modules):
+            if f"{state.path}.".startswith(f"{node.target}."):
+                self.layers_of.setdefault(state.key, set()).add(node.name)
         self._note_moved()
 
-    def _on(self, reads: Reads) -> Iterator[Guard]:
+    def _on(self, reads: Collection[Read]) -> Iterator[Guard]:
         """Yield guards on these ``reads``, made with this, but for what was not there then."""
         states = {state.path: state for state in self.modules}
         for path, name in reads:
@@ -270,7 +257,7 @@ class ModelGuards:
         moved = [state.key for state, module in self.alive() if state.is_layer and state.moved(module)]
         self.moved = frozenset(name for key in moved for name in self.layers_of.get(key, ()))
 
-    def alive(self) -> list[tuple[ModuleState, nn.Module]]:
+    def alive(self) -> list[tuple[_ModuleState, nn.Module]]:
         """The modules that the user has not dropped."""
         return [(state, module) for state in self.modules if (module := state.module()) is not None]
 
@@ -286,7 +273,7 @@ class ModelGuards:
             state.refuse(module)
         known: dict[int, Facts] = {}
         for guard in (*self.guards, *self.flags) if mode == "train" else self.guards:
-            refuse_difference(guard.difference(known), guard.where)
+            _refuse_difference(guard.difference(known), guard.where)
         for state, module in changed if mode == "train" else ():
             if state.key in self.states and module.training and not state.awake:
                 raise PlanError(
@@ -319,6 +306,14 @@ class ModelGuards:
                 module.training = flag
 
 
+def _reads_of(traces: Mapping[str, Traced]) -> tuple[set[Read], set[Read], dict[object, Guard]]:
+    """Reads of traces, but for flags, which count in training only; those of flags; guards on their code."""
+    reads = {read for traced in traces.values() for read in traced.reads if read[1] != "training"}
+    flags = {read for read in traces["train"].reads if read[1] == "training"}
+    guards = (guard for traced in traces.values() for guard in traced.guards)
+    return reads, flags, {(guard.name, guard.where, id(guard.value)): guard for guard in guards}
+
+
 def _on_several(
     model: nn.Module, traced: Traced, stage_of: Sequence[int]
 ) -> tuple[set[int], dict[str, weakref.ref[nn.Parameter]]]:
@@ -347,7 +342,7 @@ def traced_state(model: nn.Module) -> tuple[Any, ...]:
         {path: fact for path, fact in facts.items() if path.rpartition(".")[2] != "training"},
         [module.training or not model.training for module in modules],
         [Same(kind.forward) for kind in dict.fromkeys(map(type, modules))],
-        [guard.value for guard in torch_guards(proves=True)],
+        [guard.value for guard in _torch_guards(proves=True)],
         [(t.requires_grad, t.shape, t.dtype, t.layout) for t in tensors],
         [(t.stride(), t.data_ptr()) for t in tensors if t.layout is torch.strided],
         torch.are_deterministic_algorithms_enabled(),

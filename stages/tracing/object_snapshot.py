@@ -93,7 +93,12 @@ def _parts(item: object) -> Iterator[tuple[str, object]]:
     elif isinstance(item, functools.partial):
         yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
     if isinstance(item, types.FunctionType):
-        yield from _inside_function(item)
+        if not is_foreign(item):
+            for name, cell in zip(item.__code__.co_freevars, item.__closure__ or (), strict=True):
+                if cell != types.CellType():  # not assigned yet
+                    yield f".{name}", cell.cell_contents
+            yield ".__defaults__", item.__defaults__
+            yield ".__kwdefaults__", item.__kwdefaults__
     elif isinstance(item, type):
         inside = {n: getattr(part, "__func__", part) for n, part in vars(item).items()}
         functions = {n: part for n, part in inside.items() if isinstance(part, types.FunctionType)}
@@ -101,7 +106,7 @@ def _parts(item: object) -> Iterator[tuple[str, object]]:
     elif isinstance(item, nn.Module):
         for registered in REGISTERED:
             yield from ((f".{name}", part) for name, part in vars(item)[registered].items())
-    held = attributes_of(item)
+    held = _attributes_of(item)
     if held is not None:
         empty = OF_EVERY if isinstance(item, nn.Module) else ()  # a dozen dicts of hooks in every module
         yield from (
@@ -126,19 +131,8 @@ def data_of(kind: type) -> dict[str, object]:
     }
 
 
-def _inside_function(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    if is_foreign(function):
-        return
-    names = function.__code__.co_freevars
-    for name, cell in zip(names, function.__closure__ or (), strict=True):
-        if cell != types.CellType():  # not assigned yet
-            yield f".{name}", cell.cell_contents
-    yield ".__defaults__", function.__defaults__
-    yield ".__kwdefaults__", function.__kwdefaults__
-
-
-def attributes_of(item: object) -> dict[str, object] | None:
-    """Return what an object holds under names, None where it is not to be looked into."""
+def _attributes_of(item: object) -> dict[str, object] | None:
+    """Attributes of an object, None where it is not to be looked into."""
     if isinstance(item, type | types.FunctionType) or (is_foreign(type(item)) and not _is_open(item)):
         return None
     held = dict(getattr(item, "__dict__", {}))
@@ -207,7 +201,7 @@ def contents(
     ``unversioned``: ids of tensors that may be written to. ``running``: so may buffers and frozen parameters,
     and what is not registered is compared by its elements too: batch_norm, and who writes through ``.data``,
     gives no new version."""
-    registered: set[int] = set()
+    registered = set[int]()
     if running and isinstance(root, nn.Module):
         frozen = (p for p in root.parameters() if not p.requires_grad)
         unversioned = {*unversioned, *map(id, root.buffers()), *map(id, frozen)}
@@ -215,8 +209,9 @@ def contents(
     found: Facts = {}
     for path, item, before in walk(root, name=name, enters=enters):
         if isinstance(item, torch.Tensor):  # under every path: tracing adds some
-            bits = running and id(item) not in registered
-            fact = _tensor(item, version=id(item) not in unversioned, bits=bits)
+            version = None if id(item) in unversioned or item.is_inference() else version_of(item)
+            bits = zlib.crc32(_bytes(item)) if running and id(item) not in registered else None
+            fact = type(item), Same(item), version, bits
         elif before is not None:
             fact = type(item), before
         else:
@@ -226,8 +221,8 @@ def contents(
 
 
 def digest(root: nn.Module) -> str:
-    """A hash of all that ``root`` leads to, of registered tensors the form and who shares them: the same in
-    every process that makes it alike."""
+    """A hash of all that ``root`` leads to (of registered tensors the form and who shares them), the same in
+    all processes."""
     registered = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
     lines = []
     for path, item, before in walk(root):
@@ -247,17 +242,12 @@ def digest(root: nn.Module) -> str:
 def tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor that ``root`` leads to: registered ones under their names, others by path."""
     names = {id(t): name for name, t in (*root.named_parameters(), *root.named_buffers())}
-    met = ((path, item) for path, item, before in walk(root) if before is None)
-    return {
-        names.get(id(item), path.removeprefix(".")): item
-        for path, item in met
-        if isinstance(item, torch.Tensor)
-    }
+    met = ((path.removeprefix("."), item) for path, item, before in walk(root) if before is None)
+    return {names.get(id(item), path): item for path, item in met if isinstance(item, torch.Tensor)}
 
 
 def held_tensors(root: nn.Module) -> list[torch.Tensor]:
-    """The tensors that ``root`` leads to; walks only where an attribute could lead to others than
-    registered."""
+    """The tensors that ``root`` leads to; walks only where an attribute could lead to unregistered ones."""
     others = (item for m in root.modules() for name, item in vars(m).items() if name not in OF_EVERY)
     if all(map(is_plain, others)):
         return [*root.parameters(), *root.buffers()]
@@ -265,7 +255,7 @@ def held_tensors(root: nn.Module) -> list[torch.Tensor]:
 
 
 def change(was: Fact | None, now: Fact | None) -> str:
-    """Two facts as people read them."""
+    """Describe two facts."""
     before, after = describe(was), describe(now)
     return f"{before}, then {'another' if before == after else after}"
 
@@ -291,23 +281,13 @@ def _plain(item: object) -> Fact:
     if isinstance(item, numpy.generic):
         return type(item), item.tobytes()
     if isinstance(item, tuple | frozenset):
-        return type(item), len(item), type(item)(map(_plain, item)) if type(item) is tuple else _bag(item)
+        return type(item), len(item), tuple(map(_plain if type(item) is tuple else _key, item))
     return type(item), item
-
-
-def _bag(items: Collection[object]) -> tuple[object, ...]:
-    return tuple(map(_key, items))
 
 
 def _key(item: object) -> object:
     """A key of a dict or an element of a set, which stays what it is."""
     return _plain(item) if is_plain(item) else (type(item), id(item))
-
-
-def _tensor(tensor: torch.Tensor, *, version: bool, bits: bool) -> Fact:
-    counted = version and not tensor.is_inference()
-    written = version_of(tensor) if counted else None
-    return type(tensor), Same(tensor), written, zlib.crc32(_bytes(tensor)) if bits else None
 
 
 def _fact(item: object) -> Fact:
@@ -317,7 +297,7 @@ def _fact(item: object) -> Fact:
         if isinstance(item, kind):
             return type(item), state(item)
     if isinstance(item, DICTS):
-        return type(item), len(item), _bag(item)
+        return type(item), len(item), tuple(map(_key, item))
     if isinstance(item, set | frozenset):
         return type(item), len(item), frozenset(map(_key, item))
     if isinstance(item, list | tuple | collections.deque):
@@ -328,7 +308,7 @@ def _fact(item: object) -> Fact:
         return (type(item),)
     if (held := _buffer(item)) is not None:
         return type(item), held
-    return (type(item),) if attributes_of(item) is not None else (type(item), Same(item))
+    return (type(item),) if _attributes_of(item) is not None else (type(item), Same(item))
 
 
 def _buffer(item: object) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import textwrap
 import warnings
@@ -54,7 +55,7 @@ class LayerGraph:
     model_copy: nn.Module
     example_inputs: tuple[torch.Tensor, ...]
     fingerprint: str
-    shared: tuple[Groups, Groups]
+    shared: tuple[Groups, ...]
     autocast: torch.dtype | None
     written: frozenset[str]
     model: weakref.ref[nn.Module]
@@ -71,12 +72,9 @@ class LayerGraph:
 
     def fits(self, model: nn.Module) -> bool:
         """Return whether ``model`` is the one that was traced, and nothing that a trace reads has changed."""
-        guards = (guard for traced in (self.train, self.eval) for guard in traced.guards)
-        return (
-            self.model() is model
-            and traced_state(model) == self.state
-            and not any(guard.difference() for guard in guards)
-        )
+        if self.model() is not model or traced_state(model) != self.state:
+            return False
+        return not any(guard.difference() for guard in (*self.train.guards, *self.eval.guards))
 
     def __str__(self) -> str:
         """A summary: its call, what may be cut, what is one layer and why, what was left out, the layers."""
@@ -99,21 +97,16 @@ class LayerGraph:
         }
         name = type(self.model_copy).__name__
         title = f"{name}: {len(self.layers)} layers, {len(self.eval.layers)} in eval mode"
-        rows = [_row(heading, text) for heading, texts in sections.items() for text in texts]
-        return "\n".join([title, *rows])
+        fill = functools.partial(textwrap.fill, width=110, subsequent_indent=" " * 14)
+        texts = ((f"  {heading:<12}", text) for heading, texts in sections.items() for text in texts)
+        return "\n".join([title, *(fill(text, initial_indent=start) for start, text in texts)])
 
 
 def _some(items: list[str]) -> list[str]:
-    """All of a short list; of a long one its ends."""
     half = SHOWN // 2
     if len(items) <= SHOWN:
         return items
     return [*items[:half], f"... {len(items) - SHOWN} more ...", *items[-half:]]
-
-
-def _row(heading: str, text: str) -> str:
-    start = f"  {heading:<12}"
-    return textwrap.fill(text, 110, initial_indent=start, subsequent_indent=" " * len(start))
 
 
 def trace(
@@ -156,17 +149,12 @@ def trace(
     modules, functions = chosen_leaves(model, leaves)
     modules |= {path: "it is compiled" for path, module in model.named_modules() if is_compiled(module)}
     home, known = recorded_on(model), model
+    place, valueless = device_of(CPU if home == META else home), contextlib.nullcontext()
     if home == META:
         model = meta_model(model, autocast)
-    example, place = tuple(x.to(home) for x in given), device_of(CPU if home == META else home)
-    valueless = recording_meta(model) if home == META else contextlib.nullcontext()
-    with (
-        place.current(),
-        seeded(None, place.generators),
-        torch.enable_grad(),
-        casting(autocast, home),
-        valueless,
-    ):
+        valueless = recording_meta(model)
+    example, drawn = tuple(x.to(home) for x in given), seeded(None, place.generators)
+    with place.current(), drawn, torch.enable_grad(), casting(autocast, home), valueless:
         unregistered = unregistered_views(model)
         ours, theirs = (tuple(TraceCopy(model, unregistered) for _ in range(2)) for _ in range(2))
         for copied in theirs:
@@ -177,10 +165,8 @@ def trace(
             modules = evaluation.leaves
             train, train_probe, written = _proven(ours, call, example, modules, functions)
             evaluation, eval_probe, _ = _proven(theirs, call, example, modules, functions, beside=train)
-    groups = (
-        shared(model, train, written=written, unread=(0,)),
-        shared(model, evaluation, written=written, unread=()),
-    )
+    pairs = (train, (0,)), (evaluation, ())
+    groups = tuple(shared(model, traced, written=written, unread=unread) for traced, unread in pairs)
     refuse_cuts(groups[0], train_probe.refused)
     for name in train.dropped:
         warnings.warn(
@@ -272,7 +258,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
         node.args, node.kwargs = args, kwargs
         node.meta |= {k: v for k, v in (("expect", expect), ("shape", shape)) if v is not None}
     refuse_objects(graph)
-    tied_names = add_tied_layers(root, graph, tied, captured.constants)
+    tied_names = _add_tied_layers(root, graph, tied, captured.constants)
     layers = tuple(
         Layer(
             node=node,
@@ -297,8 +283,7 @@ def _traced(root: nn.Module, captured: Captured, call: Call, *, tied: Collection
 
 
 def _holds(root: nn.Module, node: fx.Node, tied: Collection[str]) -> bool:
-    """Return whether a layer needs a part of the model that only its stage has: not what is tied or carried
-    to it."""
+    """Return whether a layer needs a part of the model that only its stage has: not what is tied to it."""
     if node.op != "call_module":
         return node.op == "get_attr"
     module = root.get_submodule(str(node.target))
@@ -314,22 +299,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _parameter_uses(
-    root: nn.Module, graph: fx.Graph, constants: Mapping[str, torch.Tensor]
-) -> dict[int, list[tuple[fx.Node, str | None]]]:
-    """For every trained parameter the nodes that use it, and its name in their module (None: get_attr)."""
-    uses: dict[int, list[tuple[fx.Node, str | None]]] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr" and not is_local(node):
-            uses.setdefault(id(tensor_at(root, str(node.target), constants)), []).append((node, None))
-        elif node.op == "call_module":
-            for name, parameter in root.get_submodule(node.target).named_parameters(remove_duplicate=False):
-                if parameter.requires_grad:
-                    uses.setdefault(id(parameter), []).append((node, name))
-    return uses
-
-
-def add_tied_layers(
+def _add_tied_layers(
     root: nn.Module, graph: fx.Graph, tied: Collection[str], constants: Mapping[str, torch.Tensor]
 ) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
     """Make one layer of every trained parameter that several nodes use (or ``tied`` names), before its first
@@ -337,6 +307,7 @@ def add_tied_layers(
 
     A tied parameter then is a value like any other. Buffers, constants and frozen parameters are read where
     they are used and never travel: their get_attr nodes become local to each user."""
+    # 1. local reads
     for node in list(graph.nodes):
         if node.op == "get_attr" and not tensor_at(root, str(node.target), constants).requires_grad:
             for user in list(node.users):
@@ -345,9 +316,19 @@ def add_tied_layers(
                 local.meta["local"] = True
                 user.replace_input_with(node, local)
             graph.erase_node(node)
+    # 2. the nodes that use each trained parameter, and its name in their module (None: get_attr)
+    uses_of: dict[int, list[tuple[fx.Node, str | None]]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr" and not is_local(node):
+            uses_of.setdefault(id(tensor_at(root, str(node.target), constants)), []).append((node, None))
+        elif node.op == "call_module":
+            for name, parameter in root.get_submodule(node.target).named_parameters(remove_duplicate=False):
+                if parameter.requires_grad:
+                    uses_of.setdefault(id(parameter), []).append((node, name))
+    # 3. a layer for each that is tied
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     tied_names: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
-    for key, uses in _parameter_uses(root, graph, constants).items():
+    for key, uses in uses_of.items():
         if key not in names:
             continue
         # Of several reentrant checkpoints each has a backward, and the plain loop adds one after another.

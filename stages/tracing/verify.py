@@ -2,8 +2,7 @@
 
 What recording cannot see is lost without a word; one comparison before training costs seconds, a wrong model
 costs weeks. It runs on a copy of the model in which every weight is moved a little, and put back: what
-tracing computed from a weight and baked in shows when the weight moves. A copied parameter has memory of its
-own, whatever shared it in the model."""
+tracing computed from a weight and baked in shows."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from .model_checks import refuse_resized
 from .object_snapshot import Facts, change, contents, tensors
 
 
-def move(weight: torch.Tensor) -> None:
-    """Move a weight a little: what was computed from it and baked in shows."""
+def _move(weight: torch.Tensor) -> None:
     if weight.is_floating_point() and weight.itemsize > 1:  # torch does not compute with float8
         memory_of(weight).mul_(1.0625).add_(0.0078125)
 
@@ -66,7 +64,7 @@ class TraceCopy:
         """Move every weight and buffer a little."""
         with torch.no_grad():
             for _, ours, _ in self.pairs:
-                move(ours)
+                _move(ours)
 
     def restore(self) -> None:
         """Give the copy the model's tensors back after a run, and no gradients."""
@@ -93,13 +91,13 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def refuse_changes(
+def _refuse_changes(
     before: Facts, root: nn.Module, *, again: Callable[[], Any], harmless: Callable[[], bool]
 ) -> bool:
-    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``; whether nothing
-    did.
+    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``.
 
-    ``again`` runs it once more: what only the first run changes may stay if it is ``harmless``."""
+    ``again`` runs it once more: what only the first run changes may stay if it is ``harmless``.
+    Returns: whether nothing was changed."""
     after = contents(root, running=True)
     held = {name for name, _ in root.named_buffers() if name in before}  # may be other tensors now
     changed = next((p for p in before | after if p not in held and before.get(p) != after.get(p)), None)
@@ -116,23 +114,20 @@ def refuse_changes(
         remedy = "only the first run does so: call the model once, under torch.no_grad(), before it is traced"
     raise PlanError(
         f"a forward may write to registered buffers alone, found that it changes {changed} "
-        f"({change(before.get(changed), after.get(changed))}){author(root, changed)}, which other stages, "
+        f"({change(before.get(changed), after.get(changed))}){_author(root, changed)}, which other stages, "
         f"other ranks and the loss do not see; {remedy}"
     )
 
 
-def author(root: nn.Module, path: str) -> str:
+def _author(root: nn.Module, path: str) -> str:
     """Class, file and line of the forward that a path belongs to, as far as they are known; torch's own
     modules write to nothing but their buffers, so it is that of the module around them."""
     modules = dict(root.named_modules())
     while path and (path not in modules or type(modules[path]).__module__.startswith("torch.nn.")):
         path = path.rpartition(".")[0]
-    code = getattr(type(root.get_submodule(path)).forward, "__code__", None)
-    if code is None:
-        return ""
-    return (
-        f" in forward of {type(root.get_submodule(path)).__name__} ({code.co_filename}:{code.co_firstlineno})"
-    )
+    kind = type(modules[path])
+    code = getattr(kind.forward, "__code__", None)
+    return f" in forward of {kind.__name__} ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 @contextlib.contextmanager
@@ -160,10 +155,8 @@ def observe(
     model.zero_grad()
     outputs = tensors_in(run(*fresh(inputs)))
     seen: dict[str, torch.Tensor | None] = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
-    training = (
-        torch.is_grad_enabled()
-    )  # without, a view of a parameter still says that it requires a gradient
-    roots = [t for t in outputs if training and t.requires_grad]
+    # Without grad mode a view of a parameter still says that it requires a gradient.
+    roots = [t for t in outputs if t.requires_grad and torch.is_grad_enabled()]
     weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).reshape(t.shape).to(t) for t in roots]
     versions = {name: version_of(b) for name, b in model.named_buffers()}
     if roots:
@@ -184,7 +177,7 @@ def observe(
 def refuse_difference(
     expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], *, mode: str
 ) -> None:
-    """Raise PlanError unless the trace has the eager model's outputs, gradients and buffers."""
+    """Raise PlanError unless the trace has the model's outputs, gradients and buffers."""
     for name, tensor in expected.items():
         if not same_bits(tensor, found.get(name)):
             raise PlanError(
@@ -195,9 +188,10 @@ def refuse_difference(
 
 
 def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> tuple[set[str], bool]:
-    """Run a copy of ``root``: the buffers and frozen parameters that a forward writes to, and whether it
-    leaves nothing else behind, no other buffer either.
+    """Run a copy of ``root``.
 
+    Returns: the buffers and frozen parameters that a forward writes to, and whether it leaves nothing else
+             behind.
     Raises: PlanError: it does not run, or changes the model beside these every time."""
     eager, original = copy.deepcopy(root), dict(root.named_parameters())
     parameters = [(name, p, memory_id(p)) for name, p in eager.named_parameters()]
@@ -219,14 +213,14 @@ def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> 
     filled = {name for name, p, _ in parameters if not same_bits(p, original[name])}
     filled |= {name for name, _, place in parameters if watch and place in watch.writes}
     refuse_written(eager, moved, filled)
-    clean = refuse_changes(
+    clean = _refuse_changes(
         before,
         eager,
         again=lambda: observe(run, eager, inputs),
         # Without values nobody can tell what the first run made from the first batch.
         harmless=lambda: (
             not watch
-            and same_after_first_call(eager, copy.deepcopy(root), call.run, other_data(call, inputs))
+            and _same_after_first_call(eager, copy.deepcopy(root), call.run, other_data(call, inputs))
         ),
     )
     held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
@@ -238,25 +232,22 @@ def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> 
 
 
 def refuse_written(root: nn.Module, moved: Collection[str], filled: Collection[str]) -> None:
-    """Refuse a forward that gives a parameter other memory, or writes to one that is trained.
-
-    Raises: PlanError: it does, with where."""
+    """Raise PlanError for a forward that gives a parameter other memory, or writes to one that is trained."""
     for name, parameter in root.named_parameters():
         if name in moved or (name in filled and parameter.requires_grad):
             raise PlanError(
                 "a forward may write to buffers, and in place to parameters with requires_grad=False, found "
-                f"that it writes to {name}{author(root, name)}; write to one of these, or between steps"
+                f"that it writes to {name}{_author(root, name)}; write to one of these, or between steps"
             )
 
 
-def same_after_first_call(
+def _same_after_first_call(
     warm: nn.Module,
     cold: nn.Module,
     run: Callable[[nn.Module, Sequence[torch.Tensor]], Any],
     inputs: Sequence[torch.Tensor],
 ) -> bool:
-    """Return whether ``warm``, which has run, computes what ``cold`` computes, which has not; both are
-    written to.
+    """Return whether ``warm``, which has run, computes what ``cold`` computes; both are written to.
 
     Between two evaluations a model trains, so a copy that evaluates is put into train mode once, and back."""
     if not warm.training:
@@ -268,6 +259,6 @@ def same_after_first_call(
         for name, buffer in ours.items():
             theirs[name].copy_(buffer)
         for parameter in (*warm.parameters(), *cold.parameters()):
-            move(parameter)
+            _move(parameter)
     found = [observe(lambda *x, m=model: run(m, x), model, inputs) for model in (warm, cold)]
     return list(found[0]) == list(found[1]) and all(map(same_bits, *(seen.values() for seen in found)))
