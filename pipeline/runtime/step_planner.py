@@ -25,8 +25,7 @@ from ...stages.plan.validation import STREAM
 from ...stages.stage.value_routing import Route, edges, follow, follow_cuts, routes, stage_of_layers
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.guards import ModelGuards
-from ...stages.tracing.input_guards import InputGuards
-from ...stages.tracing.layers import Layer, Traced, names_of, read_by_layer
+from ...stages.tracing.layers import InputGuards, Layer, Traced, names_of, read_by_layer
 from ...stages.tracing.shape_inference import Shapes
 from ...stages.tracing.skeleton import Skeleton
 from ...stages.tracing.tracer import LayerGraph

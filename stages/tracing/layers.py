@@ -1,7 +1,6 @@
 """Layers of a traced network, the parts of the model that they name, and how one is run.
 
-Probe, profile and stage all run layers by the same function, so what was proven on a copy holds for the real
-run."""
+Probe, profile and stage run layers by the same function, so what was proven on a copy holds for the run."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from torch.fx.node import map_arg
 from ...compression.errors import PlanError
 from ..device import CPU, autocast
 from ..torch_private import tree_unflatten
-from .capture.call_spec import Call
+from .capture.call_spec import Call, fresh
 from .capture.capture import Recording
 from .capture.dynamic_shapes import at_size, mapped, same_way
-from .capture.nodes import plain, where_of
+from .capture.nodes import follow_inputs, plain, where_of
 
 _META = torch.device("meta")
 _NOTHING = contextlib.nullcontext()
@@ -116,11 +115,8 @@ def parts_of(
 def parts_within(known: Parts, traced: Traced, layers: Iterable[Layer], *, output: bool) -> Parts:
     """The parts that ``layers`` of another record use, all of which are ``known``, but for its constants."""
     modules, tensors = names_of(traced, layers, output=output)
-    constants = traced.constants
-    return Parts(
-        {name: known.modules[name] for name in modules},
-        {name: constants[name] if name in constants else known.tensors[name] for name in tensors},
-    )
+    held = {**known.tensors, **traced.constants}
+    return Parts({name: known.modules[name] for name in modules}, {name: held[name] for name in tensors})
 
 
 def names_of(traced: Traced, layers: Iterable[Layer], *, output: bool) -> tuple[list[str], list[str]]:
@@ -136,15 +132,12 @@ def names_of(traced: Traced, layers: Iterable[Layer], *, output: bool) -> tuple[
 
 def read_by_layer(layers: Iterable[Layer]) -> dict[str, set[str]]:
     """By the name of a layer, the modules and tensors that it reads by their paths."""
-    nodes = [layer.node for layer in layers]
-    return {
-        node.name: {
-            str(one.target)
-            for one in (node, *node.all_input_nodes)
-            if one.op == "get_attr" or (one is node and one.op == "call_module")
-        }
-        for node in nodes
-    }
+    read: dict[str, set[str]] = {}
+    for node in (layer.node for layer in layers):
+        sources = [one for one in (node, *node.all_input_nodes) if one.op == "get_attr"]
+        sources += [node] * (node.op == "call_module")
+        read[node.name] = {str(one.target) for one in sources}
+    return read
 
 
 def tensors_read(node: fx.Node, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
@@ -168,9 +161,7 @@ def tensor_at(root: nn.Module, name: str, constants: Mapping[str, torch.Tensor])
 def casting(dtype: torch.dtype | None, device: torch.device = CPU) -> contextlib.AbstractContextManager[Any]:
     """Autocast to ``dtype`` on ``device``, without its cache of cast weights, which depends on what shares a
     stage; None: no cast."""
-    if dtype is None:
-        return _NOTHING
-    return autocast(dtype, device=device)
+    return _NOTHING if dtype is None else autocast(dtype, device=device)
 
 
 def is_local(node: fx.Node) -> bool:
@@ -254,7 +245,6 @@ def check_result(layer: Layer, result: Any, samples: int) -> None:
 
 
 def _line(item: Any) -> str:
-    """As much of what Python read as a person reads."""
     text = str(item)
     return text if len(text) < 80 else f"{text[:60]}..."
 
@@ -278,3 +268,39 @@ def run_all(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Any
     for layer in traced.layers:
         env[layer.node] = run_layer(layer, env, parts, samples=samples)
     return run_output(traced, env, parts)
+
+
+class InputGuards:
+    """The guards of ``traced`` that read nothing but its inputs, as ``mask.all()`` does, with the layers that
+    lead to them, in running order: each micro-batch takes a record whose guards hold.
+
+    ``autocast``: the dtype under which it was recorded."""
+
+    def __init__(self, traced: Traced, autocast: torch.dtype | None) -> None:
+        nodes = [node for layer in traced.layers for node in (*layer.node.all_input_nodes, layer.node)]
+        alone = follow_inputs([*traced.inputs, *dict.fromkeys(nodes)], traced.constants)
+        left = [one.node for one in traced.layers if "expect" in one.node.meta and one.node in alone]
+        needed = set[fx.Node]()
+        while left:
+            node = left.pop()
+            if node not in needed:
+                needed.add(node)
+                left += node.all_input_nodes
+        self._traced, self._autocast = traced, autocast
+        self._layers = [layer for layer in traced.layers if layer.node in needed]
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    def refusal(self, inputs: Sequence[torch.Tensor]) -> str:
+        """Say which guard finds something else in ``inputs`` than when it was recorded; "": none does."""
+        samples = self._traced.call.samples_of(inputs)
+        env = dict(zip(self._traced.inputs, fresh(inputs), strict=True))  # a layer may write to them
+        parts = Parts({}, dict(self._traced.constants)).on(inputs[0].device, self._traced.recorded)
+        try:
+            with torch.no_grad(), casting(self._autocast, inputs[0].device):
+                for layer in self._layers:
+                    env[layer.node] = run_layer(layer, env, parts, samples=samples)
+        except PlanError as error:
+            return str(error)
+        return ""
