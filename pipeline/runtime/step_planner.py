@@ -26,8 +26,7 @@ from ...stages.stage.value_routing import Route, edges, follow, follow_cuts, rou
 from ...stages.tracing.dataflow import Probe
 from ...stages.tracing.guards import ModelGuards
 from ...stages.tracing.layers import InputGuards, Layer, Traced, names_of, read_by_layer
-from ...stages.tracing.shape_inference import Shapes
-from ...stages.tracing.skeleton import Skeleton
+from ...stages.tracing.shape_inference import Shapes, Skeleton
 from ...stages.tracing.tracer import LayerGraph
 from ..schedules.async_1f1b import StreamState, between
 from ..schedules.instruction import Instruction, Op

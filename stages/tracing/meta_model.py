@@ -1,7 +1,7 @@
 """A model on the meta device: recorded by the shapes of its tensors, before anybody has their values.
 
-What a record must not hang on is refused: values that forward reads, and tensors that no name leads to, which
-nobody could give values later."""
+What a record must not depend on is refused: values that forward reads, and tensors that no name leads to,
+which nobody could give values later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..device import home_of
 from ..meta_watch import META, MetaWatch
 from .aliases import overlapping
 from .capture.nodes import is_code_of_model, where_of
-from .object_snapshot import REGISTERED, held_tensors, walk
+from .object_snapshot import held_tensors, walk
 
 LOADED = "let it do without them, or load the model whole before it is traced (to_empty, load_state_dict)"
 
@@ -54,11 +54,8 @@ def meta_model(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
             "a model on the meta device is recorded without autocast, which torch does not have there, "
             f"found autocast={autocast}; make the model in that dtype, or load it whole before it is traced"
         )
-    registered: dict[str, torch.Tensor] = {}
-    for kind in REGISTERED[:2]:
-        for path, module in model.named_modules():
-            named = vars(module)[kind].items()
-            registered |= {f"{path}.{n}".removeprefix("."): t for n, t in named if t is not None}
+    registered: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    registered |= dict(model.named_buffers(remove_duplicate=False))
     first = {id(tensor): name for name, tensor in reversed(registered.items())}
     # Lists of parameters that torch itself keeps, and makes anew as they are set.
     flat = {id(module._flat_weights) for module in model.modules() if isinstance(module, nn.RNNBase)}
@@ -109,15 +106,10 @@ def needs_values(error: BaseException) -> bool:
 
 def without_values(model: nn.Module, error: BaseException) -> PlanError:
     """Return the error for a forward that fails because tensors have no values."""
-    where = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_code_of_model(frame.f_code.co_filename)
-    ]
     found = type(model).__name__
-    if where:
-        frame, line = where[-1]
-        found = f"{type(frame.f_locals.get('self', model)).__name__} ({frame.f_code.co_filename}:{line})"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_code_of_model(frame.f_code.co_filename):
+            found = f"{type(frame.f_locals.get('self', model)).__name__} ({frame.f_code.co_filename}:{line})"
     message = str(error).partition("\n")[0].split(". ")[0].rstrip(".;!")
     return PlanError(
         f"a model on the meta device is recorded by shapes, and forward of {found} needs values: {message}; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ from ..torch_private import (
     tree_leaves,
 )
 
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-
 
 def refuse_model(model: nn.Module) -> None:
     """Raise PlanError for what cannot be copied, traced or trained, whichever module of ``model`` it is."""
@@ -42,18 +40,15 @@ def refuse_model(model: nn.Module) -> None:
             f"a pipeline takes the plain model, found it in a {type(model).__name__}; give model.module"
         )
     for path, module in model.named_modules():
-        for reason in (reason for rule in RULES for reason in rule(module)):
+        for reason in _refusals(module):
             raise PlanError(f"{path or 'the model'} {reason}")
 
 
-def _of_another_kind(module: nn.Module) -> Iterator[str]:
+def _refusals(module: nn.Module) -> Iterator[str]:
     if isinstance(module, torch.jit.ScriptModule):
         yield "is a TorchScript module, which nobody can look into; give the module it was made of"
     if ".quantized" in type(module).__module__ and type(module).__module__.startswith("torch."):
         yield "is quantised and does not train; train the model in floating point and quantise it afterwards"
-
-
-def _not_trainable(module: nn.Module) -> Iterator[str]:
     held = [item for kind in (PARAMETERS, BUFFERS) for item in vars(module)[kind].items()]
     for name, tensor in held:
         if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
@@ -65,9 +60,6 @@ def _not_trainable(module: nn.Module) -> Iterator[str]:
                 f"has a tensor made in inference mode, {name}, which cannot be trained; make the model "
                 "outside torch.inference_mode()"
             )
-
-
-def _computed(module: nn.Module) -> Iterator[str]:
     for name, item in vars(module).items():
         if isinstance(item, torch.Tensor) and item.grad_fn is not None:
             yield (
@@ -79,10 +71,7 @@ def _computed(module: nn.Module) -> Iterator[str]:
                 f"holds {name}, a torch.Generator, and what is drawn from one depends on the cuts; "
                 "draw from the default generator, which is seeded for every layer"
             )
-
-
-def _writes_weights(module: nn.Module) -> Iterator[str]:
-    if isinstance(module, EMBEDDINGS) and module.max_norm is not None:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         yield (
             "has max_norm, with which its forward writes to its weight; leave it out, and give "
             "F.embedding(x, torch.renorm(weight, 2, 0, max_norm)) in a forward of your own"
@@ -92,9 +81,6 @@ def _writes_weights(module: nn.Module) -> Iterator[str]:
             "has the old torch.nn.utils.spectral_norm, whose hook writes to its weight; use "
             "torch.nn.utils.parametrizations.spectral_norm"
         )
-
-
-RULES = (_of_another_kind, _not_trainable, _computed, _writes_weights)
 
 
 def refuse_objects(graph: fx.Graph) -> None:
@@ -117,29 +103,19 @@ def refuse_autocast() -> None:
         )
 
 
-def refuse_resized(name: str, now: torch.Tensor, before: torch.Tensor) -> None:
-    """Raise PlanError for a buffer or parameter that forward gave another shape."""
-    if now.shape != before.shape:
-        raise PlanError(
-            f"forward gives {name} another shape, {tuple(now.shape)} instead of {tuple(before.shape)}; keep "
-            "its shape, or run the model once on a batch before"
-        )
-
-
 Leaf = str | type[nn.Module] | Callable[..., Any]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether it came from ``torch.compile(module)``, or was compiled in place by
-    ``module.compile()``."""
+    """Return whether it came from ``torch.compile(module)`` or was compiled in place."""
     kind = optimized_module()
     return (kind is not None and isinstance(module, kind)) or is_compiled_in_place(module)
 
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
-    """The block in which compiled pieces run as they were written: shapes and identities are the same, and
-    none of the few versions that torch keeps of a compiled function is spent on tensors without memory.
+    """The block in which compiled pieces run as they were written: none of the few versions that torch keeps
+    of a compiled function is spent on tensors without memory.
 
     One thread at a time: torch has one stance for all, and of two that overlap the last would keep it."""
     if optimized_module() is None:
@@ -175,7 +151,13 @@ def chosen_leaves(
         elif function := _function(leaf):
             functions[f"{function.__module__}.{function.__qualname__}"] = function
         else:
-            raise _unknown(leaf, paths)
+            known = [*dict.fromkeys(type(module).__name__ for module in paths.values()), *filter(None, paths)]
+            name = leaf if isinstance(leaf, str) else getattr(leaf, "__name__", repr(leaf))
+            close = difflib.get_close_matches(str(name), known, n=3) or known[1:6]
+            raise PlanError(
+                f"leaves names classes and paths of the model's modules, or functions that are imported, "
+                f"found {name!r}; it has {', '.join(close)}"
+            )
     for path in modules:
         if isinstance(paths[path], nn.ModuleList | nn.ModuleDict):
             raise PlanError(
@@ -197,13 +179,3 @@ def _function(leaf: Leaf) -> Callable[..., Any] | None:
         leaf = getattr(sys.modules.get(home), name, None)  # type: ignore[assignment]
     ours = callable(leaf) and not isinstance(leaf, type | nn.Module)
     return leaf if ours and hasattr(leaf, "__qualname__") else None  # type: ignore[return-value]
-
-
-def _unknown(leaf: object, paths: Mapping[str, nn.Module]) -> PlanError:
-    known = [*dict.fromkeys(type(module).__name__ for module in paths.values()), *filter(None, paths)]
-    name = leaf if isinstance(leaf, str) else getattr(leaf, "__name__", repr(leaf))
-    near = difflib.get_close_matches(str(name), known, n=3) or known[1:6]
-    return PlanError(
-        f"leaves names classes and paths of the model's modules, or functions that are imported, found "
-        f"{name!r}; it has {', '.join(near)}"
-    )

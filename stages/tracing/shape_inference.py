@@ -1,33 +1,38 @@
 """Records of other micro-batch sizes: shapes and identities without memory or computation, on the meta
-device.
+device (``Shapes``), else recorded anew (``Skeleton``).
 
 A rank that holds only its own layers cannot run the whole network any more, but it must know what every
 stage sends for a micro-batch of any size: identities can depend on it (a contiguous() of one sample does
-nothing).
-
-Where the meta device tells a model's shapes otherwise than a real run (attention kernels lay their results
-out otherwise there, experts chosen by value have no shape at all), every other size is refused here, and
-whoever asks records the model anew."""
+nothing). Where the meta device tells a model's shapes otherwise than a real run (attention kernels lay their
+results out otherwise there, experts chosen by value have no shape at all), ``Shapes`` refuses every other
+size."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from ...compression.errors import PlanError
 from ..meta_watch import MetaWatch
 from ..torch_private import memory_id
-from .dataflow import Probe, Value, probe
+from .capture.call_spec import Call, Constant
+from .dataflow import Probe, probe
 from .layers import Traced, parts_of
-from .meta_model import on_meta
-from .model_checks import as_written
-from .tracer import LayerGraph
+from .meta_model import has_meta, on_meta
+from .model_checks import Leaf, as_written
+from .tracer import LayerGraph, trace
 from .verify import refuse_written
 
 KEPT = 256  # records; texts of varying length would make ever more
+SMALL = 1024  # elements of a parameter that keeps its values: a gate, a bias, what forward may look at
 
 
 class Shapes:
@@ -74,15 +79,16 @@ class Shapes:
             found = probe(traced, parts, inputs)
         if key != self.example:
             self._refuse_other_way(mode, key)
-        real = self.real[mode].values  # autocast knows no meta device; a dtype does not depend on the size
-        if len(real) == len(found.values):
-            pairs = zip(found.values, real, strict=True)
-            values = tuple(
-                dataclasses.replace(ours, dtype=theirs.dtype, writers=_all_writers(ours, theirs))
-                for ours, theirs in pairs
-            )
-            found = dataclasses.replace(found, values=values, refused=self.real[mode].refused | found.refused)
-        return found
+        real = self.real[mode]
+        if len(real.values) != len(found.values):
+            return found
+        values = []
+        for ours, theirs in zip(found.values, real.values, strict=True):
+            # On the meta device, no write is seen by its bytes, and a dtype not as autocast makes it.
+            lacks = {writer for writer, _ in ours.writers} - {writer for writer, _ in theirs.writers}
+            writers = ours.writers if lacks else theirs.writers
+            values.append(dataclasses.replace(ours, dtype=theirs.dtype, writers=writers))
+        return dataclasses.replace(found, values=tuple(values), refused=real.refused | found.refused)
 
     @contextlib.contextmanager
     def _on_meta(self, mode: str) -> Iterator[None]:
@@ -98,9 +104,7 @@ class Shapes:
         refuse_written(root, moved, {name for name, (_, place) in owned.items() if place in watch.writes})
 
     def _refuse_other_way(self, mode: str, key: _Key) -> None:
-        """Refuse inputs with which the model's code may go another way than it was seen to go.
-
-        Raises: PlanError: it does, or reads what only a real run could tell."""
+        """Refuse inputs with which the model's code may go another way than it was seen to go."""
         traced = self.traced[mode]
         samples = traced.call.samples_of(_bare(key))
         alike = self._kind(mode, self.example) == self._kind(mode, key)
@@ -110,16 +114,13 @@ class Shapes:
             with self._on_meta(mode):
                 traced.check_same(self.roots[mode], _bare(key))
         except Exception as error:
-            why = (
-                f"forward does not go the same way with it, as far as can be told without running it ({error}"
-            )
+            why = "forward does not go the same way with it, as far as can be told without running it"
             remedy = "use micro-batches like the example, or trace with one like them"
-            raise self._other(key, f"{why}); {remedy}") from error
+            raise self._other(key, f"{why} ({error}); {remedy}") from error
 
     def _other(self, key: _Key, why: str) -> PlanError:
-        return PlanError(
-            f"a micro-batch has shapes {_show(key)}, the example had {_show(self.example)}, and {why}"
-        )
+        shown, example = (", ".join("x".join(map(str, x)) for x, *_ in one) for one in (key, self.example))
+        return PlanError(f"a micro-batch has shapes {shown}, the example had {example}, and {why}")
 
     def _kind(self, mode: str, key: _Key) -> object:
         """Conditions of a record beside the number of samples: other sizes, dtypes, and the order of
@@ -139,17 +140,11 @@ class Shapes:
         for node, outputs in real.outputs.items():
             if outputs != meta.outputs[node]:
                 return f"the results of {node.name} differ on the meta device"
+        facts = operator.attrgetter("shape", "dtype", "users", "writers")
         for value, other in zip(real.values, meta.values, strict=True):
-            facts = ("shape", "dtype", "users", "writers")
-            if any(getattr(value, fact) != getattr(other, fact) for fact in facts):
+            if facts(value) != facts(other):
                 return f"the value {value.name} differs on the meta device"
         return ""
-
-
-def _all_writers(meta: Value, real: Value) -> tuple[tuple[int, bool], ...]:
-    """Those of the real run, unless it lacks one: on the meta device, no write is seen by its bytes."""
-    lacks = {writer for writer, _ in meta.writers} - {writer for writer, _ in real.writers}
-    return meta.writers if lacks else real.writers
 
 
 _Key = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
@@ -164,5 +159,64 @@ def _bare(key: _Key) -> list[torch.Tensor]:
     return [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in key]
 
 
-def _show(key: _Key) -> str:
-    return ", ".join("x".join(map(str, size)) for size, _, _ in key)
+class Skeleton:
+    """A model without the values of its parameters, from which it is recorded again for other shapes.
+
+    A record does not depend on the values of large parameters: they are made up, the same on all ranks. Small
+    ones and buffers keep the values that they had."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._has_values = not has_meta(model)
+        self._devices = {name: parameter.device for name, parameter in model.named_parameters()}
+        held = [p for p in model.parameters() if self._has_values and _is_made_up(p)]
+        without: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in held}
+        self._model = copy.deepcopy(model, without) if self._has_values else on_meta(model)
+
+    def graph(
+        self,
+        call: Call,
+        inputs: Sequence[torch.Tensor],
+        example: Sequence[torch.Tensor],
+        *,
+        autocast: torch.dtype | None,
+        leaves: Iterable[Leaf],
+    ) -> LayerGraph:
+        """Record the model for ``inputs``, whose shapes alone count.
+
+        Args:    example: inputs of another record; their values are taken.
+        Raises:  PlanError: what ``trace`` refuses."""
+        tensors = [_like(one, known) for one, known in zip(inputs, example, strict=True)]
+        given: list[Any] = [Constant(t) if w else t for t, w in zip(tensors, call.whole, strict=True)]
+        args, kwargs = call.arguments(given)
+        parameters: dict[int, Any] = {}
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in self._model.named_parameters() if self._has_values else ():
+            if parameter.is_meta:
+                values = _made_up(parameter, generator).to(self._devices[name])
+                parameters[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        model = copy.deepcopy(self._model, parameters)
+        return trace(model, args or kwargs, autocast=autocast, leaves=leaves)
+
+
+def _is_made_up(parameter: torch.Tensor) -> bool:
+    numbers = parameter.is_floating_point() or parameter.is_complex()
+    return type(parameter) is nn.Parameter and numbers and parameter.numel() > SMALL
+
+
+def _made_up(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Values of about the size that layers begin with."""
+    wide = math.prod(like.shape[1:]) if like.dim() > 1 else 1
+    kind = like.dtype if like.is_complex() else torch.float32
+    values = torch.randn(like.shape, dtype=kind, generator=generator, device=generator.device)
+    values.div_(math.sqrt(max(1, wide)))
+    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=generator.device)
+    return out.copy_(values + (like.dim() == 1))
+
+
+def _like(one: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape, strides and dtype of ``one`` with values of ``known``, over and over."""
+    found = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=known.device).zero_()
+    if known.numel():
+        places = torch.arange(found.numel(), device=known.device) % known.numel()
+        found.copy_(known.flatten()[places].view(one.shape))
+    return found

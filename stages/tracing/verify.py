@@ -21,7 +21,6 @@ from ..torch_private import memory_id, version_of
 from .aliases import memory_of
 from .capture.call_spec import Call, fresh, other_data
 from .meta_model import needs_values, without_values
-from .model_checks import refuse_resized
 from .object_snapshot import Facts, change, contents, tensors
 
 
@@ -70,7 +69,11 @@ class TraceCopy:
         """Give the copy the model's tensors back after a run, and no gradients."""
         with torch.no_grad():
             for name, ours, original in self.pairs:
-                refuse_resized(name, ours, original)
+                if ours.shape != original.shape:
+                    raise PlanError(
+                        f"forward gives {name} another shape, {tuple(ours.shape)} instead of "
+                        f"{tuple(original.shape)}; keep its shape, or run the model once on a batch before"
+                    )
                 same = ours.stride() == original.stride()
                 (memory_of(ours) if same else ours).copy_(memory_of(original) if same else original)
         self.root.zero_grad()

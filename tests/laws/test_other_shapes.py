@@ -14,8 +14,8 @@ from zoo import cross_entropy
 
 import penstock
 from penstock.pipeline.runtime import step_planner
-from penstock.stages.tracing import skeleton
-from penstock.stages.tracing.skeleton import Skeleton
+from penstock.stages.tracing import shape_inference
+from penstock.stages.tracing.shape_inference import Skeleton
 
 VOCABULARY = 31
 
@@ -115,7 +115,9 @@ HOW = {
 
 @pytest.mark.parametrize(("name", "how"), [(n, h) for n in MODELS for h in HOW if (n, h) != ("scan", "far")])
 def test_batches_of_other_shapes_have_the_bits_of_the_plain_loop(name, how, monkeypatch):
-    monkeypatch.setattr(skeleton, "KEPT", 0)  # else models as small as these are recorded with their values
+    monkeypatch.setattr(
+        shape_inference, "SMALL", 0
+    )  # else models as small as these are recorded with their values
     make, data, cuts = MODELS[name]
     settings = {name: value for name, value in HOW[how].items() if not cuts or name != "stages"}
     assert differences(make, data=data(), **settings, **cuts) == []
