@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..files import save_json
-from ..tracing.layers import Layer, Parts, parts_of, tensors_read
+from ..tracing.layers import parts_of, tensors_read
 from ..tracing.tracer import LayerGraph
 from .network_profile import Profile
 
@@ -44,12 +43,6 @@ class Edge(NamedTuple):
     data: int
     enters: bool
 
-    @property
-    def shown(self) -> list[str]:
-        """The edge as [way, from, to]."""
-        ends = [f"D{self.data}", f"L{self.layer}"]
-        return [self.way, *(ends if self.enters else ends[::-1])]
-
 
 class Compute(NamedTuple):
     """A layer that ``target`` waits for."""
@@ -69,18 +62,15 @@ class Dependencies:
     edges: tuple[Edge, ...]
     compute: tuple[Compute, ...]
 
-    def of(self, layer: int, way: str, *, enters: bool) -> tuple[int, ...]:
-        """Numbers of the data that a layer reads, or makes, on that way."""
-        return tuple(e.data for e in self.edges if (e.layer, e.way, e.enters) == (layer, way, enters))
-
     def to_json(self) -> dict[str, Any]:
         """The graph as JSON data; an edge is [way, from, to], a vertex L and a layer's number, or D and that
         of a datum."""
+        ends = [(edge.way, f"D{edge.data}", f"L{edge.layer}", edge.enters) for edge in self.edges]
         return {
             "penstock_graph": 1,
             "layers": [{"name": n, "module": m} for n, m in zip(self.layers, self.modules, strict=True)],
             "data": [dataclasses.asdict(one) for one in self.data],
-            "data_edges": [edge.shown for edge in self.edges],
+            "data_edges": [[way, *((data, at) if enters else (at, data))] for way, data, at, enters in ends],
             "compute_edges": [[way, f"L{source}", f"L{target}"] for way, source, target in self.compute],
         }
 
@@ -96,7 +86,17 @@ def dependencies(
 
     Args:    optimizer_state: bytes that the optimizer keeps for each of a parameter's.
              old_versions: for each layer, the versions of its parameters beside the newest; (): none."""
-    return _Builder(graph, profile).built(optimizer_state, old_versions or [0] * len(profile.layers))
+    builder = _Builder(graph, profile)
+    builder.add_values()
+    builder.add_saved()
+    builder.add_weights(optimizer_state, old_versions or [0] * len(profile.layers))
+    return Dependencies(
+        layers=tuple(layer.name for layer in profile.layers),
+        modules=tuple(layer.module for layer in profile.layers),
+        data=tuple(builder.data),
+        edges=tuple(dict.fromkeys(builder.edges)),
+        compute=tuple(sorted(set(builder.compute()))),
+    )
 
 
 class _Builder:
@@ -104,141 +104,97 @@ class _Builder:
         self.graph, self.profile = graph, profile
         self.values = graph.train_probe.values
         self.has_gradient = [value.contributions > 0 for value in profile.values]
-        self.differentiable = {
-            writer
-            for value, has in zip(self.values, self.has_gradient, strict=True)
-            for writer, _ in value.writers
-            if has
-        }
+        self.users = [[u for u in value.users if u < len(profile.layers)] for value in self.values]
+        self.writers = [[w for w, _ in value.writers if w >= 0] for value in self.values]
+        pairs = zip(self.values, self.has_gradient, strict=True)
+        self.differentiable = {writer for value, has in pairs if has for writer, _ in value.writers}
         self.data: list[Data] = []
         self.edges: list[Edge] = []
 
-    def built(self, optimizer_state: float, old_versions: Sequence[int]) -> Dependencies:
-        self._values()
-        self._saved()
-        self._weights(optimizer_state, old_versions)
-        layers = self.profile.layers
-        return Dependencies(
-            layers=tuple(layer.name for layer in layers),
-            modules=tuple(layer.module for layer in layers),
-            data=tuple(self.data),
-            edges=tuple(dict.fromkeys(self.edges)),
-            compute=tuple(sorted(set(self._compute()))),
-        )
-
-    def _add(self, name: str, kind: str, layer: int, num_bytes: int) -> int:
+    def add(self, name: str, kind: str, layer: int, num_bytes: int) -> int:
         self.data.append(Data(name=name, kind=kind, layer=layer, num_bytes=num_bytes))
         return len(self.data) - 1
 
-    def _users(self, number: int) -> list[int]:
-        return [user for user in self.values[number].users if user < len(self.profile.layers)]
-
-    def _writers(self, number: int) -> list[int]:
-        return [writer for writer, _ in self.values[number].writers if writer >= 0]
-
-    def _values(self) -> None:
+    def add_values(self) -> None:
         """Values have the numbers of the probe; the gradients of those that have one come behind them."""
         for value in self.values:
-            kind = "parameter" if value.parameter else "value"
-            self._add(value.name, kind, value.producer, value.num_bytes)
+            self.add(value.name, "parameter" if value.parameter else "value", value.producer, value.num_bytes)
         for number, value in enumerate(self.values):
-            self.edges += [Edge(FORWARD, layer, number, False) for layer in self._writers(number)]
-            self.edges += [Edge(FORWARD, layer, number, True) for layer in self._users(number)]
+            writers, users = self.writers[number], self.users[number]
+            self.edges += [Edge(FORWARD, layer, number, False) for layer in writers]
+            self.edges += [Edge(FORWARD, layer, number, True) for layer in users]
             if self.has_gradient[number]:
-                gradient = self._add(f"gradient of {value.name}", "gradient", value.producer, value.num_bytes)
-                self.edges += [Edge(BACKWARD, layer, gradient, True) for layer in self._writers(number)]
-                users = [user for user in self._users(number) if user in self.differentiable]
-                self.edges += [Edge(BACKWARD, layer, gradient, False) for layer in users]
+                gradient = self.add(f"gradient of {value.name}", "gradient", value.producer, value.num_bytes)
+                self.edges += [Edge(BACKWARD, layer, gradient, True) for layer in writers]
+                self.edges += [
+                    Edge(BACKWARD, layer, gradient, False) for layer in users if layer in self.differentiable
+                ]
 
-    def _saved(self) -> None:
+    def add_saved(self) -> None:
         """A value that was saved leads to the backward of its savers; what is no value has its own vertex."""
         numbers = {value.name: number for number, value in enumerate(self.values)}
         for one in self.profile.intermediates:
             number = numbers.get(one.value)
             if number is None:
                 name = f"{one.kind} {one.order} of {self.profile.layers[one.layer].name}"
-                number = self._add(name, "saved", one.maker, one.num_bytes)
+                number = self.add(name, "saved", one.maker, one.num_bytes)
                 self.edges.append(Edge(FORWARD, max(one.maker, 0), number, False))
             self.edges += [Edge(BACKWARD, layer, number, True) for layer in one.savers]
 
-    def _weights(self, optimizer_state: float, old_versions: Sequence[int]) -> None:
-        names = {id(t): name for name, t in reversed([*self.graph.model_copy.named_parameters()])}
-        names |= {id(t): name for name, t in reversed([*self.graph.model_copy.named_buffers()])}
-        parts = parts_of(self.graph.model_copy, self.graph.train)
-        known: dict[str, dict[str, int]] = {}
+    def add_weights(self, optimizer_state: float, old_versions: Sequence[int]) -> None:
+        model, known = self.graph.model_copy, dict[str, dict[str, int]]()
+        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        parts = parts_of(model, self.graph.train)
         for index, layer in enumerate(self.graph.train.layers):
-            if layer.node.op == "get_attr":
-                self._tied(index, layer, optimizer_state, old_versions[index])
-            read = self.profile.backward_reads.get(index, ())
-            for kind, tensor in _own(layer, parts):
-                name = names.get(id(tensor), "")
-                if not name:  # a constant of the run
+            kept = {"optimizer": optimizer_state, "version": old_versions[index]}
+            if layer.node.op == "get_attr":  # a tied parameter is a value, and so is its gradient
+                for number in self.graph.train_probe.outputs[layer.node].values:
+                    name = f"gradient of {self.values[number].name}"
+                    gradient = next((n for n, one in enumerate(self.data) if one.name == name), None)
+                    if self.values[number].parameter and gradient is not None:
+                        self.update(index, number, gradient, kept)
+                continue
+            tied = {f"{layer.node.target}.{name}" for name, _ in layer.tied}  # these come to it as values
+            saved = self.profile.backward_reads.get(index, ())
+            for path, tensor in tensors_read(layer.node, parts):
+                name = names.get(id(tensor))
+                if path in tied or name is None:  # a constant of the run
                     continue
                 if name not in known:
-                    trained = kind == "parameter" and tensor.requires_grad and index in self.differentiable
-                    known[name] = {kind: self._add(name, kind, index, tensor.nbytes)}
-                    if trained:
-                        gradient = self._add(f"gradient of {name}", "gradient", index, tensor.nbytes)
-                        known[name] = {"parameter": known[name]["parameter"], "gradient": gradient}
-                        kept = {"optimizer": optimizer_state, "version": old_versions[index]}
-                        known[name] |= self._updated(index, known[name], kept)
-                self._use(index, known[name], reads=name in read)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    number = self.add(name, "parameter" if is_parameter else "buffer", index, tensor.nbytes)
+                    known[name] = {"data": number}
+                    if is_parameter and tensor.requires_grad and index in self.differentiable:
+                        gradient = self.add(f"gradient of {name}", "gradient", index, tensor.nbytes)
+                        known[name] |= {"gradient": gradient, **self.update(index, number, gradient, kept)}
+                found = known[name]
+                self.edges.append(Edge(FORWARD, index, found["data"], True))
+                if name in saved:
+                    self.edges.append(Edge(BACKWARD, index, found.get("version", found["data"]), True))
+                if "gradient" in found:
+                    self.edges.append(Edge(BACKWARD, index, found["gradient"], False))
 
-    def _tied(self, layer: int, found: Layer, optimizer_state: float, old_versions: int) -> None:
-        """A tied parameter is a value, and so is its gradient."""
-        for number in self.graph.train_probe.outputs[found.node].values:
-            name = f"gradient of {self.values[number].name}"
-            gradient = next((n for n, one in enumerate(self.data) if one.name == name), None)
-            if self.values[number].parameter and gradient is not None:
-                self._updated(
-                    layer,
-                    {"parameter": number, "gradient": gradient},
-                    {"optimizer": optimizer_state, "version": old_versions},
-                )
-
-    def _updated(self, layer: int, found: Mapping[str, int], kept: Mapping[str, float]) -> dict[str, int]:
-        """Add what an update of a parameter keeps, as far as it does: times its bytes; and the update."""
-        parameter = self.data[found["parameter"]]
-        titles = {"optimizer": "optimizer state", "version": "old versions"}
-        made = {
-            kind: self._add(
-                f"{titles[kind]} of {parameter.name}", kind, layer, math.ceil(times * parameter.num_bytes)
-            )
+    def update(self, layer: int, parameter: int, gradient: int, kept: Mapping[str, float]) -> dict[str, int]:
+        """Add the update of a parameter, and what it keeps, as so many times the parameter's bytes."""
+        titles = {"optimizer": "optimizer state of", "version": "old versions of"}
+        name, num_bytes = self.data[parameter].name, self.data[parameter].num_bytes
+        added = {
+            kind: self.add(f"{titles[kind]} {name}", kind, layer, math.ceil(times * num_bytes))
             for kind, times in kept.items()
             if times
         }
-        entering = [found["gradient"], *(made[kind] for kind in made if kind == "optimizer")]
-        self.edges += [Edge(UPDATE, layer, number, True) for number in entering]
-        self.edges += [Edge(UPDATE, layer, number, False) for number in (found["parameter"], *made.values())]
-        return made
+        read = [gradient, *(number for kind, number in added.items() if kind == "optimizer")]
+        self.edges += [Edge(UPDATE, layer, number, True) for number in read]
+        self.edges += [Edge(UPDATE, layer, number, False) for number in (parameter, *added.values())]
+        return added
 
-    def _use(self, layer: int, found: Mapping[str, int], *, reads: bool) -> None:
-        """Add what a layer's forward and backward do with a parameter or buffer; ``reads``: it was saved."""
-        kind = "buffer" if "buffer" in found else "parameter"
-        self.edges.append(Edge(FORWARD, layer, found[kind], True))
-        if reads:
-            self.edges.append(Edge(BACKWARD, layer, found.get("version", found[kind]), True))
-        if "gradient" in found:
-            self.edges.append(Edge(BACKWARD, layer, found["gradient"], False))
-
-    def _compute(self) -> Iterator[Compute]:
+    def compute(self) -> Iterator[Compute]:
         """From layer to layer: forward from who wrote a value last to who reads it, backward where a gradient
         comes back."""
-        for number in range(len(self.values)):
-            for user in self._users(number):
-                source = max((w for w in self._writers(number) if w < user), default=-1)
-                if source < 0:
-                    continue
-                yield Compute(FORWARD, source, user)
-                if self.has_gradient[number] and user in self.differentiable:
-                    yield Compute(BACKWARD, user, source)
-
-
-def _own(layer: Layer, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers that a layer itself reads; a tied parameter comes to it as a value."""
-    if layer.node.op == "get_attr":
-        return
-    tied = {f"{layer.node.target}.{name}" for name, _ in layer.tied}
-    for name, tensor in tensors_read(layer.node, parts):
-        if name not in tied:
-            yield "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor
+        for number, users in enumerate(self.users):
+            for user in users:
+                source = max((w for w in self.writers[number] if w < user), default=-1)
+                if source >= 0:
+                    yield Compute(FORWARD, source, user)
+                    if self.has_gradient[number] and user in self.differentiable:
+                        yield Compute(BACKWARD, user, source)

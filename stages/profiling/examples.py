@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -48,10 +49,10 @@ def _is_meant(graph: LayerGraph, plan: Plan, autocast: torch.dtype | None) -> bo
     ours = signature_of(graph.train.call, graph.example_inputs)
     shapes = tuple(tuple(x.shape) for x in graph.example_inputs)
     dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in graph.example_inputs)
-    asked = (ours.form, ours.names, ours.whole, shapes, dtypes, tuple(graph.train.leaves))
-    meant = (signature.form, signature.names, signature.whole)
-    meant += (plan.input_shapes, plan.input_dtypes, plan.leaves)
-    return (*asked, graph.autocast, graph.fingerprint) == (*meant, autocast, plan.fingerprint)
+    found = (shapes, dtypes, tuple(graph.train.leaves), graph.autocast, graph.fingerprint)
+    meant = (plan.input_shapes, plan.input_dtypes, plan.leaves, autocast, plan.fingerprint)
+    call = operator.attrgetter("form", "names", "whole")
+    return found == meant and call(ours) == call(signature)
 
 
 def example_of(plan: Plan) -> Example:
@@ -64,15 +65,15 @@ def example_of(plan: Plan) -> Example:
     if len(plan.input_dtypes) != number or (known and len(known.names) != number):
         raise PlanError("a plan has a name, a shape and a dtype for each input; make the plan anew")
     seen = known.values if known else [()] * number
-    tensors = [
-        _made(shape, _dtype(name), values, generator)
-        for shape, name, values in zip(plan.input_shapes, plan.input_dtypes, seen, strict=True)
-    ]
+    tensors: list[Any] = []
+    for shape, name, values in zip(plan.input_shapes, plan.input_dtypes, seen, strict=True):
+        if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            raise PlanError(f"an input has a dtype of torch, found {name!r}; make the plan anew")
+        tensors.append(_made(shape, dtype, values, generator))
     if known is None:
         return tuple(tensors)
-    args, kwargs = known.arguments(
-        [Constant(t) if w else t for t, w in zip(tensors, known.whole, strict=True)]
-    )
+    pairs = zip(tensors, known.whole, strict=True)
+    args, kwargs = known.arguments([Constant(x) if whole else x for x, whole in pairs])
     return args or kwargs
 
 
@@ -90,13 +91,6 @@ def _values(tensor: torch.Tensor) -> tuple[int, ...]:
     found = tensor.to(torch.int64).unique().tolist()
     most = min(_MOST_VALUES, len(found))
     return tuple(found[place * (len(found) - 1) // max(1, most - 1)] for place in range(most))
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PlanError(f"an input has a dtype of torch, found {name!r}; make the plan anew")
-    return dtype
 
 
 def _made(

@@ -3,12 +3,11 @@ bytes; down the page goes the forward, up the backward."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import save_picture
 from ..plan.plan_picture import BACKWARD_COLOR, FORWARD_COLOR, LINE, RANKS
@@ -27,8 +26,7 @@ _OF_WEIGHTS = {"parameter": "parameter", "gradient": WEIGHT_GRADIENT, "optimizer
 _SLOTS = {**_OF_WEIGHTS, "version": "optimizer", "saved": SAVED, "buffer": "buffer"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Circle:
+class Circle(NamedTuple):
     """Data of one kind that belong to a box; ``number``: of the one value or gradient that it is, else -1.
 
     ``is_input``: nobody made it."""
@@ -40,8 +38,7 @@ class Circle:
     is_input: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrow:
+class Arrow(NamedTuple):
     """From a circle into a box (``enters``), or back; a compute arrow goes from box ``circle`` to ``box``."""
 
     style: str
@@ -50,8 +47,7 @@ class Arrow:
     enters: bool = True
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Drawing:
+class Drawing(NamedTuple):
     """Circles and boxes by number, and the arrows between them."""
 
     boxes: tuple[Block, ...]
@@ -63,15 +59,21 @@ def drawing(found: Dependencies, stages: Sequence[int], *, most: int = MOST_BOXE
     """Return what is drawn of ``found`` with about ``most`` boxes; ``stages``: of each layer, its stage."""
     boxes = blocks(found.layers, found.modules, stages, most=most)
     box_of = {layer: number for number, box in enumerate(boxes) for layer in box.layers}
+    keys = dict(_keys(found, boxes, box_of))
     sizes: dict[tuple[int, str, int], int] = {}
-    keys: dict[int, tuple[int, str, int]] = {}
-    for number, key in _keys(found, boxes, box_of):
-        keys[number] = key
+    for number, key in keys.items():
         sizes[key] = sizes.get(key, 0) + found.data[number].num_bytes
-    at = {key: place for place, key in enumerate(sizes)}
-    inputs = {number for number, data in enumerate(found.data) if data.layer < 0}
-    circles = tuple(Circle(*key, size, key[2] in inputs) for key, size in sizes.items())
-    arrows = _arrows(found, box_of, {number: at[key] for number, key in keys.items()})
+    places = {key: place for place, key in enumerate(sizes)}
+    circles = tuple(
+        Circle(*key, size, key[2] >= 0 and found.data[key[2]].layer < 0) for key, size in sizes.items()
+    )
+    arrows = [
+        Arrow(f"{edge.way} data", places[keys[edge.data]], box_of[edge.layer], edge.enters)
+        for edge in found.edges
+        if edge.way != UPDATE and edge.data in keys
+    ]
+    pairs = ((box_of[source], box_of[target]) for _, source, target in found.compute)
+    arrows += [Arrow(COMPUTE, *pair) for pair in pairs if pair[0] != pair[1]]
     shown = [arrow for arrow in arrows if not _within(arrow, boxes, circles)]
     return Drawing(boxes, circles, tuple(dict.fromkeys(shown)))
 
@@ -98,26 +100,14 @@ def _keys(
             yield number, (home, SAVED, -1)
 
 
-def _arrows(found: Dependencies, box_of: Mapping[int, int], at: Mapping[int, int]) -> Iterator[Arrow]:
-    for edge in found.edges:
-        if edge.way != UPDATE and edge.data in at:
-            yield Arrow(f"{edge.way} data", at[edge.data], box_of[edge.layer], edge.enters)
-    for _, source, target in found.compute:
-        if box_of[source] != box_of[target]:
-            yield Arrow(COMPUTE, box_of[source], box_of[target])
-
-
 def _within(arrow: Arrow, boxes: Sequence[Block], circles: Sequence[Circle]) -> bool:
     """Return whether an arrow says only that layers of one block read what others of it made."""
+    inner = ((VALUE, "forward data", True), (GRADIENT, "backward data", False))
     if arrow.style == COMPUTE or len(boxes[arrow.box].layers) == 1:
         return False
     circle = circles[arrow.circle]
-    if circle.box != arrow.box or circle.number < 0 or circle.is_input:
-        return False
-    return (circle.slot, arrow.style, arrow.enters) in (
-        (VALUE, "forward data", True),
-        (GRADIENT, "backward data", False),
-    )
+    is_own = circle.box == arrow.box and circle.number >= 0 and not circle.is_input
+    return is_own and (circle.slot, arrow.style, arrow.enters) in inner
 
 
 WIDE, HIGH, PITCH = 1.15, 0.17, 8.0  # half of a box, and from column to column
@@ -223,8 +213,7 @@ def figure(drawn: Drawing, *, title: str) -> Figure:
     return picture
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Block(NamedTuple):
     """Layers ``start`` to ``end`` (exclusive), all of one stage."""
 
     name: str
@@ -247,39 +236,23 @@ def blocks(
     several of these.
 
     Args:    names, modules, stages: of each layer, its name, the dotted path it ran in, its stage."""
-    single = [
-        Block(name=n, stage=s, start=i, end=i + 1) for i, (n, s) in enumerate(zip(names, stages, strict=True))
-    ]
-    if len(single) <= most:
-        return tuple(single)
+    numbered = enumerate(zip(names, stages, strict=True))
+    found = [Block(name, stage, layer, layer + 1) for layer, (name, stage) in numbered]
     deepest = max(module.count(".") + 1 for module in modules)
-    for depth in range(deepest, 0, -1):
-        found = list(_runs(names, modules, stages, depth))
+    for depth in range(deepest, 0, -1) if len(found) > most else ():
+        paths = [".".join(module.split(".")[:depth]) for module in modules]
+        found = []
+        for (stage, path), run in groupby(range(len(names)), lambda i, paths=paths: (stages[i], paths[i])):
+            layers = list(run)
+            name = path if len(layers) > 1 and path else _between(names[layers[0]], names[layers[-1]])
+            found.append(Block(name, stage, layers[0], layers[-1] + 1))
         if len(found) <= most:
-            return tuple(found)
-    return tuple(_merged(_runs(names, modules, stages, 1), most))
-
-
-def _runs(names: Sequence[str], modules: Sequence[str], stages: Sequence[int], depth: int) -> Iterator[Block]:
-    def key(layer: int) -> tuple[int, str]:
-        return stages[layer], ".".join(modules[layer].split(".")[:depth])
-
-    for (stage, prefix), run in groupby(range(len(names)), key):
-        layers = list(run)
-        name = prefix if len(layers) > 1 and prefix else _between(names[layers[0]], names[layers[-1]])
-        yield Block(name=name, stage=stage, start=layers[0], end=layers[-1] + 1)
-
-
-def _merged(found: Iterator[Block], most: int) -> Iterator[Block]:
-    """Neighbours of one stage together, as many as it takes."""
-    runs = list(found)
-    size = math.ceil(len(runs) / most)
-    for stage, group in groupby(runs, lambda block: block.stage):
-        same = list(group)
-        for at in range(0, len(same), size):
-            part = same[at : at + size]
-            name = _between(part[0].name, part[-1].name)
-            yield Block(name=name, stage=stage, start=part[0].start, end=part[-1].end)
+            break
+    size = math.ceil(len(found) / most)  # neighbours of one stage together, as many as it takes
+    groups = [list(group) for _, group in groupby(found, lambda block: block.stage)]
+    parts = [group[at : at + size] for group in groups for at in range(0, len(group), size)]
+    ends = ((part[0], part[-1]) for part in parts)
+    return tuple(Block(_between(a.name, b.name), a.stage, a.start, b.end) for a, b in ends)
 
 
 def _between(first: str, last: str) -> str:

@@ -4,13 +4,12 @@ Every layer runs by itself, for its seconds, on copies of its inputs, received a
 backward is its own. One that cannot run so (it differentiates what a layer ahead of it made, or turns its
 input in place) runs with those ahead. All layers run once together, for what they save.
 
-Layers of a model on the meta device are given random values one layer at a time. Seconds hardly depend on
-values; zeros do, so of a ReLU's output about half are."""
+Layers of a model on the meta device are given random values one layer at a time: seconds hardly depend on
+values."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import statistics
 import time
@@ -61,20 +60,15 @@ def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.nn.Parameter(made, tensor.requires_grad) if trained else made
 
 
-@dataclasses.dataclass(slots=True)
-class Run:
-    """By layer its (forward, backward) seconds, and by value the share of its elements that are zero."""
-
-    seconds: list[tuple[float, float]]
-    zeros: dict[int, float]
+Run = tuple[list[tuple[float, float]], dict[int, float]]
+"""By layer its (forward, backward) seconds, and by value the share of its elements that are zero."""
 
 
-def parameters_of(layer: Layer, parts: Parts) -> list[torch.Tensor]:
-    """The parameters that a layer reads, tied ones (which are layers of their own) included."""
+def _parameters_of(layer: Layer, parts: Parts) -> list[torch.Tensor]:
     return [t for _, t in tensors_read(layer.node, parts) if isinstance(t, torch.nn.Parameter)]
 
 
-def blocks_of(
+def _blocks_of(
     graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device
 ) -> tuple[list[range], dict[int, str]]:
     """Find the layers that run together: each by itself, but where it cannot, with the fewest ahead of it.
@@ -104,18 +98,17 @@ def blocks_of(
     return blocks, refused
 
 
-def timed_run(
+def _timed_run(
     graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device, blocks: Sequence[range]
 ) -> Run:
-    """Run every block of layers once, in turn."""
     parts, timer = parts_of(graph.model_copy, graph.train), _Timer(device, graph)
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
     for block in blocks:
         timer.run(block, env, parts)
-    return Run(timer.seconds(), {number: count() for number, count in timer.zeros.items()})
+    return timer.seconds(), {number: count() for number, count in timer.zeros.items()}
 
 
-def timed_apart(
+def _timed_apart(
     graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device, repeats: int
 ) -> list[Run]:
     """The same runs of a model without values: all of one layer, which then gives its values up again."""
@@ -139,7 +132,7 @@ def timed_apart(
         for timer in timers:
             timer.zeros.clear()
         env[layer.node] = tree_map(_without_graph, env[layer.node])  # which holds the layer's values
-    return [Run(timer.seconds(), zeros) for timer in timers[1:]]
+    return [(timer.seconds(), zeros) for timer in timers[1:]]
 
 
 class _Timer:
@@ -165,17 +158,12 @@ class _Timer:
             for layer in layers:
                 local[layer.node] = run_layer(layer, local, parts, samples=record.samples)
                 begun.append(clock())
-        made = [
-            (number, leaf)
-            for layer in layers
-            for number, leaf in zip(
-                record.outputs[layer.node].values, tree_leaves(local[layer.node]), strict=True
-            )
-            if isinstance(leaf, torch.Tensor)
-        ]
+        numbers = [number for layer in layers for number in record.outputs[layer.node].values]
+        leaves = [leaf for layer in layers for leaf in tree_leaves(local[layer.node])]
+        made = [(n, leaf) for n, leaf in zip(numbers, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
         roots = [t for n, t in made if t.grad_fn and max(record.values[n].users, default=0) >= block.stop]
         gradients = [torch.ones_like(t) for t in roots]
-        wanted = [p for layer in layers for p in parameters_of(layer, parts) if p.requires_grad]
+        wanted = [p for layer in layers for p in _parameters_of(layer, parts) if p.requires_grad]
         backward = clock()
         if roots:
             _backward(layers[-1], roots, [self.anchor, *wanted], gradients)
@@ -208,16 +196,15 @@ def _write_back(
     for node, item in given.items():
         pairs = zip(record.outputs[node].values, tree_leaves(item), tree_leaves(env[node]), strict=True)
         for number, copied, original in pairs:
-            if isinstance(copied, torch.Tensor) and any(
-                (i, False) in record.values[number].writers for i in block
-            ):
+            is_written = any((i, False) in record.values[number].writers for i in block)
+            if is_written and isinstance(copied, torch.Tensor):
                 original.detach().copy_(copied.detach())
 
 
 def _backward(
     layer: Layer, roots: list[torch.Tensor], wanted: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> None:
-    """A layer's backward; a half of one, as some schedules run, asks for some gradients only, too."""
+    """A layer's backward; a half of one, as some schedules run, asks for some gradients only."""
     try:
         torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
     except Exception as error:
@@ -268,12 +255,12 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
     tied: dict[int, str] = {}
     with device.current(), seeded(None, device.generators):
         if bare:
-            runs = timed_apart(graph, inputs, device, repeats)
+            runs = _timed_apart(graph, inputs, device, repeats)
             with META:
                 seen, far = observe_step(graph, graph.example_inputs)
         else:
-            blocks, tied = blocks_of(graph, inputs, device)
-            runs = [timed_run(graph, inputs, device, blocks) for _ in range(repeats)]
+            blocks, tied = _blocks_of(graph, inputs, device)
+            runs = [_timed_run(graph, inputs, device, blocks) for _ in range(repeats)]
             seen, far = observe_step(graph, fresh(inputs))
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
@@ -284,8 +271,8 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
             LayerProfile(
                 name=layer.name,
                 module=layer.module,
-                forward_seconds=statistics.median(run.seconds[i][0] for run in runs),
-                backward_seconds=statistics.median(run.seconds[i][1] for run in runs),
+                forward_seconds=statistics.median(seconds[i][0] for seconds, _ in runs),
+                backward_seconds=statistics.median(seconds[i][1] for seconds, _ in runs),
                 parameters=owned[i],
                 num_parameters=sum(parameters[name].numel() for name in owned[i]),
                 parameter_bytes=sum(parameters[name].nbytes for name in owned[i]),
@@ -301,7 +288,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
                 users=tuple(sorted({min(user, len(owned) - 1) for user in value.users})),
                 num_bytes=value.num_bytes,
                 requires_grad=value.requires_grad,
-                zero_fraction=runs[-1].zeros.get(number, 0.0),
+                zero_fraction=runs[-1][1].get(number, 0.0),
                 contributions=seen.contributions.get(number, 0),
             )
             for number, value in enumerate(graph.train_probe.values)
@@ -329,7 +316,7 @@ def owned_parameters(graph: LayerGraph) -> tuple[tuple[str, ...], ...]:
     owned: list[list[str]] = []
     parts = parts_of(graph.model_copy, graph.train)
     for layer in graph.train.layers:
-        found = [id(t) for t in parameters_of(layer, parts)]
+        found = [id(t) for t in _parameters_of(layer, parts)]
         owned.append([names.pop(key) for key in found if key in names])
     owned[0].extend(names.values())
     return tuple(tuple(layer) for layer in owned)

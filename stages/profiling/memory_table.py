@@ -8,12 +8,12 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..files import writing
 from ..units import shortened_name, show_bytes, text_table
-from .network_profile import Intermediate, LayerProfile, Profile
+from .network_profile import Intermediate, Profile
 
 MOST_ROWS = 60
 SAVED = "saved"
@@ -65,23 +65,38 @@ def rows(
 
     Args:    stages: of each layer, its stage; old_versions: of each layer, those kept of its parameters.
              optimizer_state: bytes that the optimizer keeps for each of a parameter's; None: taken as one."""
-    kept: dict[int, list[Intermediate]] = {}
-    for one in profile.intermediates:
-        kept.setdefault(one.layer, []).append(one)
+    found = [_saved(profile, stages, one) for one in profile.intermediates]
     state = 1.0 if optimizer_state is None else optimizer_state
-    found = []
     for index, layer in enumerate(profile.layers):
-        found += [_saved(profile, stages, one) for one in sorted(kept.get(index, ()), key=lambda x: x.order)]
-        versions = old_versions[index] if old_versions else 0
-        found += _weights(index, layer, stages[index], state=state, versions=versions)
-    return found
+        versions = float(old_versions[index] if old_versions else 0)
+        times = {"parameters": 1.0, "gradients": 1.0, "optimizer state": state, "old versions": versions}
+        found += [
+            Row(
+                stage=stages[index],
+                layer=index,
+                name=layer.name,
+                module=layer.module,
+                order=-1,
+                group="weights",
+                kind=kind,
+                value="",
+                shape=str(layer.num_parameters),
+                dtype="",
+                num_bytes=math.ceil(factor * layer.parameter_bytes),
+            )
+            for kind, factor in times.items()
+            if factor * layer.parameter_bytes
+        ]
+    return sorted(found, key=lambda row: (row.layer, row.group != SAVED, row.order))
 
 
 def _saved(profile: Profile, stages: Sequence[int], one: Intermediate) -> Row:
     layer = profile.layers[one.layer]
     maker = profile.layers[one.maker].name if one.maker >= 0 else "input"
     others = [maker] * (one.maker != one.layer)
-    others += [_named(profile, stages, other, stages[one.layer]) for other in one.savers[1:]]
+    for other in one.savers[1:]:
+        elsewhere = f" (stage {stages[other]})" if stages[other] != stages[one.layer] else ""
+        others.append(profile.layers[other].name + elsewhere)
     return Row(
         stage=stages[one.layer],
         layer=one.layer,
@@ -102,31 +117,6 @@ def _saved(profile: Profile, stages: Sequence[int], one: Intermediate) -> Row:
         readers=one.readers,
         shared_with=", ".join(dict.fromkeys(others)),
     )
-
-
-def _named(profile: Profile, stages: Sequence[int], layer: int, stage: int) -> str:
-    """A layer, and its stage where that is another."""
-    elsewhere = f" (stage {stages[layer]})" if stages[layer] != stage else ""
-    return profile.layers[layer].name + elsewhere
-
-
-def _weights(index: int, layer: LayerProfile, stage: int, *, state: float, versions: int) -> Iterator[Row]:
-    times = {"parameters": 1.0, "gradients": 1.0, "optimizer state": state, "old versions": float(versions)}
-    for kind, factor in times.items():
-        if num_bytes := math.ceil(factor * layer.parameter_bytes):
-            yield Row(
-                stage=stage,
-                layer=index,
-                name=layer.name,
-                module=layer.module,
-                order=-1,
-                group="weights",
-                kind=kind,
-                value="",
-                shape=str(layer.num_parameters),
-                dtype="",
-                num_bytes=num_bytes,
-            )
 
 
 def save(path: str | Path, found: Iterable[Row]) -> None:

@@ -1,7 +1,6 @@
 """Profile: what was measured of a network, as data: a plan is made from it, without the model.
 
-Intermediate data of a step is part of it: every storage that autograd keeps for a backward, as it was
-seen."""
+Intermediate data of a step is part of it: every storage that autograd keeps for a backward."""
 
 from __future__ import annotations
 
@@ -78,13 +77,15 @@ def sizes_of(layers: Sequence[LayerProfile]) -> dict[str, int]:
         (x.parameter_bytes, x.saved_bytes, x.saved_bytes if x.packed_bytes is None else x.packed_bytes)
         for x in layers
     ]
-    sums = dict(zip(("parameters", "saved", "packed"), map(sum, zip(*sizes, strict=True)), strict=True))
-    parameters, saved = ([size[n] for size in sizes] for n in (0, 1))
-    most = {
+    parameters, saved, packed = zip(*sizes, strict=True)
+    return {
+        "parameters": sum(parameters),
+        "saved": sum(saved),
+        "packed": sum(packed),
         "near": _most(saved, PREFETCH_LAYERS + 1),
-        "neighbours": _most([p for p in parameters if p], NEIGHBOURS),
+        "neighbours": _most([size for size in parameters if size], NEIGHBOURS),
+        "largest": max(parameters),
     }
-    return sums | most | {"largest": max(parameters)}
 
 
 def _most(sizes: Sequence[int], length: int) -> int:
@@ -140,8 +141,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
-        data = {"penstock_profile": 1, **json_fields(self)}
-        save_json(path, data, indent=1)
+        save_json(path, {"penstock_profile": 1, **json_fields(self)}, indent=1)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

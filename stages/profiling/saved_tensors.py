@@ -6,9 +6,10 @@ it would pick other kernels and other bits, so the model is not cut where it wou
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -52,8 +53,7 @@ class _Noted:
     value: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class Observed(NamedTuple):
     """Observations: by layer its (saved bytes, bytes without zeros), the storages, the parameters and
     buffers that the backward of a layer reads, and how many gradients are added up for a value."""
 
@@ -63,10 +63,8 @@ class Observed:
     contributions: dict[int, int]
 
 
-class FirstIteration:
-    """Looks on while the layers of a model run once, one after another, and then their backward.
-
-    Its ``pack`` and ``unpack`` are hooks of saved tensors that keep each as it is."""
+class _FirstIteration:
+    """Looks on while the layers of a model run once, one after another, and then their backward."""
 
     def __init__(self, model: nn.Module) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
@@ -82,7 +80,6 @@ class FirstIteration:
         self._edges: dict[tuple[Node, int], int] = {}
 
     def layer_begins(self) -> None:
-        """The next layer runs now."""
         self._saved.append((0, 0))
         self._sizes.append(0)
 
@@ -102,21 +99,18 @@ class FirstIteration:
             self._edges.setdefault((edge.node, edge.output_nr), number)
 
     def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Noted | None]:
-        """Note what the layer that runs saves."""
+        """Note what the layer that runs saves, and keep it as it is."""
         storage, layer = tensor.untyped_storage(), len(self._saved) - 1
         key = memory_id(storage)
         if key not in self._seen:
             self._seen.add(key)
             size, (whole, left) = storage.nbytes(), self._saved[-1]
             zeros = zero_count(tensor.detach())()
-            self._saved[-1] = (
-                whole + size,
-                left + min(size, round(size * (1 - zeros + 1 / 32))),
-            )  # a bit a word
+            packed = min(size, round(size * (1 - zeros + 1 / 32)))  # a bit a word
+            self._saved[-1] = whole + size, left + packed
             maker, name = self._makers.get(key, (layer, ""))
-            order = self._orders[layer]
+            order, cast = self._orders[layer], self._weights.holds(tensor)
             self._orders[layer] += 1
-            cast = self._weights.holds(tensor)
             noted = _Noted(maker, order, tensor.shape, tensor.dtype, size, zeros, cast, value=name)
             self._noted[key] = noted
         if (noted := self._noted.get(key)) is not None and layer not in noted.savers:
@@ -127,7 +121,6 @@ class FirstIteration:
         return tensor.detach(), noted  # an output that its own layer saves would keep that layer for good
 
     def unpack(self, kept: tuple[torch.Tensor, _Noted | None]) -> torch.Tensor:
-        """Note that a node of the backward reads it."""
         tensor, noted = kept
         node = current_node()
         if noted is not None and node is not None:
@@ -136,7 +129,6 @@ class FirstIteration:
 
     def observed(self, roots: Iterable[torch.Tensor], random: Iterable[int]) -> Observed:
         """Return what was seen, after the backward of ``roots``; ``random``: the layers that drew."""
-        gradients = _contributions(roots, self._edges)
         drawn = set(random)
         found = [
             Intermediate(
@@ -157,7 +149,7 @@ class FirstIteration:
             saved=tuple(self._saved),
             intermediates=tuple(found),
             backward_reads={layer: tuple(sorted(names)) for layer, names in sorted(self._reads.items())},
-            contributions=gradients,
+            contributions=_contributions(roots, self._edges),
         )
 
     def _kind(self, noted: _Noted, random: set[int]) -> str:
@@ -201,21 +193,18 @@ def observe_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[O
     """Return what the layers save for their backward (every storage once, parameters never), and for a
     layer's number why not to cut behind it: the gradient of a value would cross in such a geometry."""
     parts, record, far = parts_of(graph.model_copy, graph.train), graph.train_probe, set[int]()
-    first = FirstIteration(graph.model_copy)
+    first = _FirstIteration(graph.model_copy)
 
-    def note(number: int) -> Callable[[torch.Tensor | None], None]:
-        def look(gradient: torch.Tensor | None) -> None:  # a Function may give none
-            if gradient is not None and not travels(gradient):
-                far.add(number)
-
-        return look
+    def look(number: int, gradient: torch.Tensor | None) -> None:  # a Function may give none
+        if gradient is not None and not travels(gradient):
+            far.add(number)
 
     def made(node: fx.Node, result: Any) -> None:
         for number, leaf in zip(record.outputs[node].values, tree_leaves(result), strict=True):
             if isinstance(leaf, torch.Tensor):
                 first.made(number, record.values[number].name, leaf)
                 if leaf.grad_fn is not None:
-                    leaf.register_hook(note(number))
+                    leaf.register_hook(functools.partial(look, number))
 
     env: dict[fx.Node, Any] = {n: x.clone() for n, x in zip(graph.train.inputs, inputs, strict=True)}
     for node in graph.train.inputs:
@@ -233,14 +222,9 @@ def observe_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[O
         torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
     drew = [i for i, layer in enumerate(graph.train.layers) if layer.name in record.random]
     asked = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
-    return first.observed(asked, drew), _refused(graph, far)
-
-
-def _refused(graph: LayerGraph, far: set[int]) -> dict[int, str]:
     refused: dict[int, str] = {}
-    for value in (graph.train_probe.values[number] for number in sorted(far)):
+    for value in (record.values[number] for number in sorted(far)):
+        reason = f"the gradient of {value.name}, whose elements lie far apart, would cross it"
         for cut in range(max(value.producer, 0), max(value.users, default=0)):
-            refused.setdefault(
-                cut, f"the gradient of {value.name}, whose elements lie far apart, would cross it"
-            )
-    return refused
+            refused.setdefault(cut, reason)
+    return first.observed(asked, drew), refused

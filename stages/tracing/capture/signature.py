@@ -17,11 +17,8 @@ from ....compression.errors import PlanError
 PLAIN = (bool, int, float, str, type(None))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArgumentPlace:
-    """Place of tensor ``number`` of a call among its arguments."""
-
-    number: int
+class ArgumentPlace(int):
+    """Number of a tensor of a call, in its place among the arguments."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +63,7 @@ def form_of(arguments: Any) -> str:
 
 def _encoded(item: Any) -> Any:
     if isinstance(item, ArgumentPlace):
-        return {"tensor": item.number}
+        return {"tensor": int(item)}
     if isinstance(item, tuple):
         return {"tuple": [_encoded(one) for one in item]}
     if isinstance(item, list):

@@ -21,6 +21,11 @@ def graph_of(model, x, **options):
     return dependencies(*measured(model, x), **options)
 
 
+def data_at(found, layer, way, *, enters):
+    """Numbers of the data that a layer reads, or makes, on that way."""
+    return tuple(e.data for e in found.edges if (e.layer, e.way, e.enters) == (layer, way, enters))
+
+
 def test_literals_of_a_small_network():
     torch.manual_seed(0)
     frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
@@ -57,7 +62,7 @@ def test_literals_of_a_small_network():
 
     def ways(layer):
         return [
-            [set(found.of(layer, way, enters=enters)) for enters in (True, False)]
+            [set(data_at(found, layer, way, enters=enters)) for enters in (True, False)]
             for way in (FORWARD, BACKWARD)
         ]
 
@@ -67,8 +72,8 @@ def test_literals_of_a_small_network():
     assert ways(2) == [[{norm}, {norm}], [{norm, of_norm}, {of_norm}]]  # in place
     assert ways(3) == [[{norm, 22}, {b}], [{of_b, 22}, {of_norm}]]  # no gradient of a frozen weight
     assert ways(4) == [[{norm, b}, {add}], [{of_add}, {of_norm, of_b}]]
-    assert set(found.of(0, UPDATE, enters=True)) == {weight + 1, weight + 2, bias + 1, bias + 2}
-    assert set(found.of(0, UPDATE, enters=False)) == {11, 13, 14, 15, 17, 18}
+    assert set(data_at(found, 0, UPDATE, enters=True)) == {weight + 1, weight + 2, bias + 1, bias + 2}
+    assert set(data_at(found, 0, UPDATE, enters=False)) == {11, 13, 14, 15, 17, 18}
     pairs = [(0, 1), (1, 2), (2, 3), (2, 4), (3, 4)]
     assert found.compute == (
         *sorted(Compute(BACKWARD, target, source) for source, target in pairs),
@@ -128,8 +133,8 @@ def test_what_compares_gives_no_gradient_and_backwards_read_old_versions():
     wanted = ("gradient of start", "old versions of end.weight", "end.weight")
     gradient, old, weight = (names.index(name) for name in wanted)
     assert [e.layer for e in found.edges if (e.way, e.data, e.enters) == (BACKWARD, gradient, False)] == [2]
-    assert found.of(1, BACKWARD, enters=True) == ()
+    assert data_at(found, 1, BACKWARD, enters=True) == ()
     assert Compute(FORWARD, 0, 1) in found.compute
     assert Compute(BACKWARD, 1, 0) not in found.compute
-    assert {old, weight} & {*found.of(3, BACKWARD, enters=True)} == {old}
+    assert {old, weight} & {*data_at(found, 3, BACKWARD, enters=True)} == {old}
     assert [(one.layer, one.num_bytes) for one in found.data if one.kind == "version"] == [(0, 32), (3, 16)]
