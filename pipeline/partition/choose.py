@@ -1,12 +1,12 @@
 """Choice of the tiers that a plan leaves open: of all mixes that fit a rank's memory, the cheapest.
 
 Each mix is cut by the same search with the same memory model. Its price is the time of its slowest rank for a
-micro-batch: computing, and moving that does not hide behind it. Of equal mixes the one that moves less is
-taken.
+micro-batch: computing, and moving that does not hide behind it. Of equals the one that moves less is taken.
 Source: steps S2 and S3 of the resource management of distributed deep learning (what fits where decides)."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class Mix(NamedTuple):
 
 
 def is_open(*, memory: int | str | None, tier: str, parameters_tier: str, prefetches: bool | None) -> bool:
-    """True if a tier has to be chosen, or measured first."""
+    """Return whether a tier has to be chosen, or measured first."""
     moves = memory is not None and parameters_tier != "device" and prefetches is None
     return AUTO in (tier, parameters_tier) or share_of(memory) is not None or moves
 
@@ -94,32 +94,26 @@ def cheapest(
     if found:
         least = min(seconds for seconds, _ in found)
         return next(plan for seconds, plan in found if seconds <= least * EQUAL)
-    smallest = next((one for one in sorted(refused) if _is_accepted(cut, one[0], one[1])), None)
-    if smallest is None:
-        assert last is not None, "every mix was refused"
-        raise last
-    needed, mix, least = smallest
-    raise TooSmall(
-        f"{asked} on each rank holds this in no tier; {'the smallest' if least else 'a'} budget that does is "
-        f"memory={needed} ({show_bytes(needed)}), with {mix}; raise memory or ranks",
-        needed,
-        least=least,
-    )
-
-
-def _is_accepted(cut: Callable[..., Plan], memory: int, mix: Mix) -> bool:
-    """True if a budget is what is missing: the mix may not suit the schedule."""
-    try:
-        cut(memory=memory, **mix._asdict())
-    except PlanError:
-        return False
-    return True
+    for needed, mix, least in sorted(refused):
+        with contextlib.suppress(PlanError):  # the mix may not suit the schedule
+            cut(memory=needed, **mix._asdict())
+            budget = "the smallest budget" if least else "a budget"
+            last = TooSmall(
+                f"{asked} on each rank holds this in no tier; {budget} that does is memory={needed} "
+                f"({show_bytes(needed)}), with {mix}; raise memory or ranks",
+                needed,
+                least=least,
+            )
+            break
+    assert last is not None, "every mix was refused"
+    raise last
 
 
 def bytes_of_share(share: float, cut: Callable[..., Plan]) -> int:
     """A rank's budget as a share of what the fullest one needs that keeps everything."""
     whole = cut(memory=None, **Mix("device", "device", False, True)._asdict())
-    return round(share * with_margin(max(_bytes_of_ranks(whole))))
+    sums = (sum(whole.stages[s].memory_bytes for s in stages) for stages in whole.stages_of_rank)
+    return round(share * with_margin(max(sums)))
 
 
 def _mixes(
@@ -127,14 +121,11 @@ def _mixes(
     *, allows_disk: bool
 ) -> Iterator[Mix]:  # fmt: skip
     """Yield every mix that suits what was asked for, those that move less first."""
-    on_gpu = profile.device != HOST
-    disk = ["disk"] * allows_disk
-    near = ["packed", "host"] if on_gpu else ["packed"]
-    tiers = ["device", *near, *disk] if tier == AUTO and not recompute else [tier.replace(AUTO, "device")]
+    host, disk = ["host"] * (profile.device != HOST), ["disk"] * allows_disk
     runs_again = tier == AUTO and not recompute
-    parts = [parameters_tier]
-    if parameters_tier == AUTO:  # dense numbers hardly shrink, so that packing is no choice of its own
-        parts = ["device", *(["host"] if on_gpu else []), *disk]
+    tiers = ["device", "packed", *host, *disk] if runs_again else [tier.replace(AUTO, "device")]
+    # Dense numbers hardly shrink, so that packing is no choice of its own.
+    parts = ["device", *host, *disk] if parameters_tier == AUTO else [parameters_tier]
     mixes = [
         Mix(*one, prefetches is not False)
         for part in parts
@@ -143,10 +134,6 @@ def _mixes(
     yield from mixes
     if prefetches is None:  # what needs least memory, where nothing else fits
         yield from (mix._replace(prefetches=False) for mix in mixes if mix.parameters_tier != "device")
-
-
-def _bytes_of_ranks(plan: Plan) -> list[int]:
-    return [sum(plan.stages[s].memory_bytes for s in stages) for stages in plan.stages_of_rank]
 
 
 def _seconds(plan: Plan, disk_rate: float) -> float:

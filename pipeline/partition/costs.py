@@ -1,7 +1,4 @@
-"""Cost of a run of layers in seconds, memory and bytes, from sums made once per profile.
-
-The search asks for the cost of many runs, and the plan prints the cost of the chosen ones: both read it here.
-"""
+"""Cost of a run of layers in seconds, memory and bytes, from sums made once per profile."""
 
 import bisect
 import math
@@ -43,10 +40,9 @@ class Costs:
         prefetches: bool = True,
         replicas: Sequence[int] = (),
     ) -> None:
-        self.replicas = replicas
         self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
-        self.prefetches = prefetches
-        self.recompute, layers = recompute, profile.layers
+        self.recompute, self.prefetches, self.replicas = recompute, prefetches, replicas
+        layers = profile.layers
         self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
         sizes = [sizes_of([layer]) for layer in layers]
         self.largest = Largest([size.pop("largest") for size in sizes])
@@ -56,9 +52,8 @@ class Costs:
         self.neighbours = Neighbours([size for size in parameters if size], NEIGHBOURS)
         self.sizes = {what: _sums(size[what] for size in sizes) for what in ("parameters", "saved", "packed")}
         self.forward_bytes = _over_cuts(len(layers), profile.values)
-        self.backward_bytes = _over_cuts(
-            len(layers), [value for value in profile.values if value.requires_grad]
-        )
+        trained = [value for value in profile.values if value.requires_grad]
+        self.backward_bytes = _over_cuts(len(layers), trained)
         self.cut_weights = self._cut_weights()
         self.link_times = [0] * (len(layers) + 1)
         if rate is not None:  # both directions of a link carry at once
@@ -77,11 +72,10 @@ class Costs:
         not_zero = _over_cuts(len(layers), values, filled)
         spans = [_crossed(value, len(layers)) for value in values]
         changes = {place for span in spans if span[0] < span[1] for place in span}  # the others pass nothing
+        passing = zip(self.forward_bytes, self.backward_bytes, not_zero, strict=True)
         return [
-            (((forward + backward) << 64) + nonzero << 16) + (position + 1 not in changes)
-            for position, (forward, backward, nonzero) in enumerate(
-                zip(self.forward_bytes, self.backward_bytes, not_zero, strict=True)
-            )
+            (((forward + backward) << 64) + nonzero << 16) + (behind not in changes)
+            for behind, (forward, backward, nonzero) in enumerate(passing, 1)
         ]
 
     def memory(
@@ -104,9 +98,8 @@ class Costs:
 
         Where saved tensors leave as well half of the room is for them: they stay as long as there is any."""
         budget = self.budget or 0
-        room = dict.fromkeys(
-            (rank for *_, rank in spans), budget * 100 // (100 + TOLERANCE) - budget // BESIDE
-        )
+        free = budget * 100 // (100 + TOLERANCE) - budget // BESIDE
+        room = dict.fromkeys((rank for *_, rank in spans), free)
         for (start, end), place, rank in spans:
             room[rank] -= self.memory(start, end, place, copies)
         found = []
@@ -121,7 +114,7 @@ class Costs:
         return found
 
     def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
-        """True if ranks that hold so many ``copies`` keep to the budget.
+        """Return whether ranks that hold so many ``copies`` keep to the budget.
 
         ``spans``: the positions of every stage, its place in ``copies``, its rank."""
         return self.budget is None or self.needed(spans, copies) <= self.budget

@@ -40,7 +40,15 @@ def sizes(
 ) -> tuple[int, int]:
     """Return the numbers of stages and ranks, where one of them, or the cuts, may decide both."""
     if layout(schedule) == "custom":
-        stages, ranks = _as_placed(placed(program), stages=stages, ranks=ranks)
+        rank_of = placed(program)
+        decided = {"stages": (stages, len(rank_of)), "ranks": (ranks, max(rank_of) + 1)}
+        for name, (asked, number) in decided.items():
+            if asked not in (None, number):
+                raise PlanError(
+                    f"the lines of a custom schedule decide its {name}, found {name}={asked} for lines with "
+                    f"{number}; take {name}={number}, or other lines"
+                )
+        stages, ranks = len(rank_of), max(rank_of) + 1
     a_rank = _stages_a_rank(schedule)
     stages = _num_stages(stages, given, None if ranks is None else ranks * a_rank)
     ranks = stages // a_rank if ranks is None else ranks
@@ -157,15 +165,3 @@ def check_places(profile: Profile, places: Sequence[int], stages: int) -> None:
         raise PlanError(
             f"{stages} stages need {stages - 1} cuts, the model allows {len(places)} ({reason}); lower stages"
         )
-
-
-def _as_placed(rank_of: Sequence[int], *, stages: int | None, ranks: int | None) -> tuple[int, int]:
-    """Stages and ranks of the lines of a custom schedule; others that were asked for are refused."""
-    found = len(rank_of), max(rank_of) + 1
-    for name, asked, number in zip(("stages", "ranks"), (stages, ranks), found, strict=True):
-        if asked not in (None, number):
-            raise PlanError(
-                f"the lines of a custom schedule decide its {name}, found {name}={asked} for lines with "
-                f"{number}; take {name}={number}, or other lines"
-            )
-    return found

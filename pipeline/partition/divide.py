@@ -50,11 +50,15 @@ def shortest(cut: Cut, asked: dict[str, Any], *, stages: Sequence[int]) -> Plan:
 
     if sum(comb(total - 1, number - 1) for total in used for number in stages) <= MOST:
         for total, number in product(used, stages):
-            for counts in divisions(total, number, most=micro_batches):
+            for counts in _divisions(total, number, most=micro_batches):
                 tried(counts)
     else:
-        for number in stages:
-            _walk(tried, [1] * number, ranks=ranks, most=micro_batches)
+        for counts in ([1] * number for number in stages):
+            # One rank more for the slowest stage that can have one, and so on.
+            while (plan := tried(counts)) is not None and sum(counts) < ranks and min(counts) < micro_batches:
+                seconds = [(s.forward_seconds + s.backward_seconds) / len(s.ranks) for s in plan.stages]
+                able = [number for number, count in enumerate(counts) if count < micro_batches]
+                counts[max(able, key=seconds.__getitem__)] += 1
     if plans:
         cuts = tuple(asked["cuts"]) if asked["cuts"] else None
         divided = "auto, idle" if idle else "auto"
@@ -70,22 +74,12 @@ def shortest(cut: Cut, asked: dict[str, Any], *, stages: Sequence[int]) -> Plan:
     )
 
 
-def divisions(ranks: int, stages: int, *, most: int) -> Iterator[tuple[int, ...]]:
+def _divisions(ranks: int, stages: int, *, most: int) -> Iterator[tuple[int, ...]]:
     """Every way to give each of ``stages`` from one to ``most`` of ``ranks``."""
     for inner in combinations(range(1, ranks), stages - 1):
         counts = tuple(end - start for start, end in pairwise((0, *inner, ranks)))
         if max(counts) <= most:
             yield counts
-
-
-def _walk(tried: Callable[[Sequence[int]], Plan | None], counts: list[int], *, ranks: int, most: int) -> None:
-    """Try ``counts``, then one rank more for the slowest stage that can have one, and so on."""
-    while (plan := tried(counts)) is not None and sum(counts) < ranks:
-        seconds = [(s.forward_seconds + s.backward_seconds) / len(s.ranks) for s in plan.stages]
-        open_ = [number for number, count in enumerate(counts) if count < most]
-        if not open_:
-            return
-        counts[max(open_, key=lambda number: seconds[number])] += 1
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, sectio
 import copy
 import difflib
 import functools
+import itertools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -41,17 +42,13 @@ from .divide import shortest
 from .split import smallest_limit, split
 
 
-def allowed_cuts(profile: Profile) -> list[int]:
+def _allowed_cuts(profile: Profile) -> list[int]:
     """Positions where the model may be cut, ascending; position p is in front of layer p."""
     return [p for p in range(1, len(profile.layers)) if p - 1 not in profile.refused]
 
 
-def named_cuts(profile: Profile, cuts: Sequence[str]) -> list[int]:
-    """Positions of the cuts behind these layers or modules.
-
-    Raises:
-        PlanError: an unknown name (close ones are listed), a refused place (with its reason), the end of the
-            model, a place given twice, or cuts that do not follow the order of the layers."""
+def _named_cuts(profile: Profile, cuts: Sequence[str]) -> list[int]:
+    """Positions of the cuts behind these layers or modules."""
     if isinstance(cuts, str):
         raise PlanError(f"cuts is a list of names, found {cuts!r}; write [{cuts!r}]")
     positions = [_position(profile, name) for name in cuts]
@@ -73,8 +70,8 @@ def _position(profile: Profile, name: str) -> int:
             f"a cut has a layer behind it, found {name}, which ends with the last layer {layer}; cut earlier"
         )
     if index in profile.refused:
-        near = sorted(allowed_cuts(profile), key=lambda position: abs(position - 1 - index))[:2]
-        allowed = " or ".join(profile.layers[position - 1].name for position in near) or "nowhere"
+        nearest = sorted(_allowed_cuts(profile), key=lambda position: abs(position - 1 - index))[:2]
+        allowed = " or ".join(profile.layers[position - 1].name for position in nearest) or "nowhere"
         raise PlanError(
             f"the model cannot be cut behind {layer} ({name}): {profile.refused[index]}; nearest: {allowed}"
         )
@@ -88,16 +85,11 @@ def _last_layer(profile: Profile, name: str) -> int:
     inside = [i for i, layer in enumerate(profile.layers) if f"{layer.module}.".startswith(f"{name}.")]
     if inside and name:
         return inside[-1]
-    known = dict.fromkeys([*names, *(module for layer in profile.layers for module in _paths(layer.module))])
+    parts = (itertools.accumulate(layer.module.split("."), "{}.{}".format) for layer in profile.layers)
+    known = dict.fromkeys([*names, *filter(None, itertools.chain(*parts))])  # of a.b.c: a, a.b, a.b.c
     close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
     hint = f"close ones are {', '.join(close)}" if close else f"the layers run from {names[0]} to {names[-1]}"
     raise PlanError(f"a cut is the name of a layer or module, found {name}; {hint}")
-
-
-def _paths(module: str) -> list[str]:
-    """``"a.b.c"`` -> a, a.b, a.b.c."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def partition(
@@ -182,13 +174,13 @@ def partition(
     if is_open(memory=memory, tier=tier, parameters_tier=parameters_tier, prefetches=prefetches):
         return cheapest(functools.partial(partition, **asked_for), profile, disk_rate=disk_rate, **open_)
     check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
-    given = named_cuts(profile, cuts) if cuts else None
+    given = _named_cuts(profile, cuts) if cuts else None
     check_asked(replicas, idle=idle, shares=shares)
     if replicas == AUTO:
-        numbers = stage_counts(stages, given, ranks, most=len(allowed_cuts(profile)) + 1)
+        numbers = stage_counts(stages, given, ranks, most=len(_allowed_cuts(profile)) + 1)
         return shortest(partition, {**asked_for, **open_}, stages=numbers)
     # 2. numbers of stages, ranks and replicas, and the places to cut
-    several: tuple[int, ...] | None = None
+    several: tuple[int, ...] = ()
     ranks_of: list[range] = []  # of each stage, where there are replicas
     weighed: tuple[tuple[int, ...], ...] = ()
     asked = {"stages": stages, "ranks": ranks, "cuts": tuple(cuts) if cuts else None}
@@ -197,7 +189,7 @@ def partition(
         stages = len(several)
         sharded = sharded or (max(several) > 1 and parameters_tier != "device")
     stages, ranks = sizes(stages, ranks, given, schedule, program)
-    places = allowed_cuts(profile) if given is None else given
+    places = _allowed_cuts(profile) if given is None else given
     check_places(profile, places, stages)
     fixed = None
     if layout(schedule) != "neighbours":
@@ -227,18 +219,19 @@ def partition(
         make = functools.partial(one, laid, each)
 
     def there(programs: Programs) -> list[Copies]:
-        options = {
-            "device": profile.device, "recompute": recompute, "by_element": by_element, **held
-        }  # fmt: skip
+        options = {"device": profile.device, "recompute": recompute, "by_element": by_element, **held}
         counts = waiting(programs, weights=weights, micro_batches=each)
-        dealing = [*zip(several, weighed, strict=True)] if several else [(1, ())] * len(counts)
-        each_has = [counts_of(own or (1,) * n, micro_batches) for n, own in dealing]
-        exchanged = [exchanges(those, exact=exact) for those in each_has]
-        whole = 1.0 if optimizer_state is None else optimizer_state
-        states = [whole / (n if sharded and owner == "spread" else 1) for n, _ in dealing]
+        dealing = zip(several, weighed, strict=True) if several else [(1, ())] * len(counts)
+        state = 1.0 if optimizer_state is None else optimizer_state
         return [
-            copies(number, old_versions=old, exchanged=more, optimizer_state=state, **options)
-            for (number, old), more, state in zip(counts, exchanged, states, strict=True)
+            copies(
+                number,
+                old_versions=old,
+                exchanged=exchanges(counts_of(own or (1,) * n, micro_batches), exact=exact),
+                optimizer_state=state / (n if sharded and owner == "spread" else 1),
+                **options,
+            )
+            for (number, old), (n, own) in zip(counts, dealing, strict=True)
         ]
 
     # 4. the exact search
@@ -249,7 +242,7 @@ def partition(
         budget=None if memory is None else parse_bytes(memory),
         recompute=recompute,
         prefetches=prefetches is not False,
-        replicas=several or (),
+        replicas=several,
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]
@@ -281,7 +274,7 @@ def partition(
         exact=exact,
         sharded=sharded,
         owners=owner,
-        asked=Asked(**asked, replicas=several),
+        asked=Asked(**asked, replicas=several or None),
         **{name: getattr(profile, name) for name in known},
     )
     return made.with_shares(weighed) if weighed else made

@@ -1,7 +1,6 @@
 """Plan: the whole decision as data: the stages with what was decided for each, the schedule and the codec.
 
-A plan can be printed, drawn, saved, edited and loaded again, so that a person sees and owns what will
-run."""
+A plan can be printed, drawn, saved, edited and loaded again: a person sees and owns what will run."""
 
 from __future__ import annotations
 
@@ -19,17 +18,8 @@ from ..record import IN_PROCESS, json_fields, load_json, read, reduced, shortene
 from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_count, show_rate, show_seconds, text_table
 from ..weight_versions.policies import WeightPolicy, policy_named
-from .plan_stage import Placed, PlanStage
-from .validation import (
-    OWNERS,
-    check_again,
-    check_extra,
-    check_mirror,
-    check_owner,
-    check_replicas,
-    check_versions,
-    streams,
-)
+from . import validation
+from .plan_stage import PlanStage, place_of, shares_of_stage
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,25 +43,22 @@ _HEADINGS = ("stage", "rank", "layers", "parameters", "forward", "backward", "me
 _FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors before packing"
 
 
-def table(stages: Sequence[PlanStage]) -> list[str]:
-    """The lines of the table."""
+def _table(stages: Sequence[PlanStage]) -> list[str]:
+    rows = [
+        (
+            str(number),
+            ",".join(map(str, stage.ranks)),
+            f"{' .. '.join(dict.fromkeys((stage.layers[0], stage.layers[-1])))} ({len(stage.layers)})",
+            show_count(stage.num_parameters),
+            show_seconds(stage.forward_seconds),
+            show_seconds(stage.backward_seconds),
+            show_bytes(stage.memory_bytes),
+            *(show_bytes(sent) if sent else "-" for sent in (stage.bytes_forward, stage.bytes_backward)),
+        )
+        for number, stage in enumerate(stages)
+    ]
     right = [heading for heading in _HEADINGS if heading != "layers"]
-    return [*text_table(_HEADINGS, list(map(_row, range(len(stages)), stages)), right=right), _FOOTNOTE]
-
-
-def _row(number: int, stage: PlanStage) -> tuple[str, ...]:
-    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} .. {stage.layers[-1]}"
-    return (
-        str(number),
-        ",".join(map(str, stage.ranks)),
-        f"{layers} ({len(stage.layers)})",
-        show_count(stage.num_parameters),
-        show_seconds(stage.forward_seconds),
-        show_seconds(stage.backward_seconds),
-        show_bytes(stage.memory_bytes),
-        show_bytes(stage.bytes_forward) if stage.bytes_forward else "-",
-        show_bytes(stage.bytes_backward) if stage.bytes_backward else "-",
-    )
+    return [*text_table(_HEADINGS, rows, right=right), _FOOTNOTE]
 
 
 VERSION = 3
@@ -86,7 +73,7 @@ def check_tiers(**found: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Placed):
+class Plan:
     """Decisions of ``partition`` that ``Pipeline`` runs; those for a stage are in its ``PlanStage``.
 
     ``extra_in_flight``: micro-batches in flight beyond the schedule's own, to begin with; up to
@@ -104,6 +91,7 @@ class Plan(Placed):
     need. ``graph``: the LayerGraph that it was made from, in this process only.
     Raises:  PlanError: the fields contradict each other."""
 
+    stages: tuple[PlanStage, ...]
     schedule: str
     micro_batches: int
     extra_in_flight: int
@@ -137,15 +125,15 @@ class Plan(Placed):
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
         for stage in self.stages:
             check_tiers(**{n: getattr(stage, n) for n in ("tier", "weights_tier", "parameters_tier")})
-            check_mirror(prediction=self.prediction, parameters_tier=stage.parameters_tier)
-        if sorted(set(self.ranks)) != list(range(len(set(self.ranks)))):
+            validation.check_mirror(prediction=self.prediction, parameters_tier=stage.parameters_tier)
+        if {*self.ranks} != {*range(len({*self.ranks}))}:
             raise PlanError(
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
                 f"stage, found ranks {list(self.ranks)}"
             )
         ranks, batches = [stage.ranks for stage in self.stages], self.micro_batches
-        check_replicas(ranks, schedule=self.schedule, weights=self.weights, micro_batches=batches)
-        check_versions(
+        validation.check_replicas(ranks, schedule=self.schedule, weights=self.weights, micro_batches=batches)
+        validation.check_versions(
             schedule=self.schedule,
             weights=self.weights,
             prediction=self.prediction,
@@ -154,17 +142,73 @@ class Plan(Placed):
             extra_in_flight=max(self.extra_in_flight, self.most_extra_in_flight),
         )
         if self.streams and any(stage.recompute for stage in self.stages):
-            check_again(weights=self.weights, prediction=self.prediction)
-        check_owner(self.owners, sharded=self.sharded)
-        check_extra(self.extra_in_flight, self.most_extra_in_flight, micro_batches=self.micro_batches)
+            validation.check_again(weights=self.weights, prediction=self.prediction)
+        validation.check_owner(self.owners, sharded=self.sharded)
+        most = self.most_extra_in_flight
+        validation.check_extra(self.extra_in_flight, most, micro_batches=self.micro_batches)
         counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
         counts += [self.extra_in_flight, self.most_extra_in_flight, *sum(self.input_shapes, ())]
-        if (
-            min(counts) < 0
-            or (self.memory is not None and self.memory < 1)
-            or (self.link is not None and self.link <= 0)
-        ):
+        no_memory = self.memory is not None and self.memory < 1
+        if min(counts) < 0 or no_memory or (self.link is not None and self.link <= 0):
             raise PlanError("sizes, seconds and counts of a plan are never negative; make the plan anew")
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of all stages; ``rank_of`` says where something runs."""
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Number of ranks of each stage."""
+        return tuple(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def shares(self) -> tuple[tuple[int, ...], ...]:
+        """By what weight the replicas of each stage take its micro-batches."""
+        return tuple(stage.shares or (1,) * len(stage.ranks) for stage in self.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes the plan is made for."""
+        return max(self.ranks) + 1
+
+    @property
+    def stages_of_rank(self) -> list[list[int]]:
+        """The stages of each rank, as the schedules take them."""
+        numbered = list(enumerate(self.stages))
+        return [[s for s, stage in numbered if rank in stage.ranks] for rank in range(self.num_ranks)]
+
+    def rank_of(self, stage: int, micro_batch: int) -> int:
+        """The rank that runs ``stage`` (-1: the last) for ``micro_batch``."""
+        return self.stages[stage].ranks[self.place_of(stage, micro_batch)]
+
+    def place_of(self, stage: int, micro_batch: int) -> int:
+        """Number, from 0, of the replica that runs ``stage`` for ``micro_batch``."""
+        one = self.stages[stage]
+        return place_of(one.shares, micro_batch) if one.shares else micro_batch % len(one.ranks)
+
+    def owner(self, stage: int) -> int:
+        """The rank that answers for ``stage`` (-1: the last) whatever the shares: its first one."""
+        return self.stages[stage].ranks[0]
+
+    def with_shares(self, shares: Sequence[Sequence[int]]) -> Plan:
+        """The same with these shares of each stage; none where its replicas are to take as many.
+
+        Raises:  PlanError: a stage cannot be dealt by them."""
+        if len(shares) != self.num_stages:
+            raise PlanError(
+                f"every stage has its shares, found shares of {len(shares)} stages for {self.num_stages}; "
+                "give those of each"
+            )
+        found = map(shares_of_stage, shares, range(self.num_stages), self.replicas)
+        pairs = zip(self.stages, found, strict=True)
+        stages = tuple(dataclasses.replace(stage, shares=own) for stage, own in pairs)
+        return dataclasses.replace(self, stages=stages)
 
     @property
     def policy(self) -> WeightPolicy:
@@ -174,7 +218,7 @@ class Plan(Placed):
     @property
     def streams(self) -> bool:
         """Return whether batches follow each other without a flush: a step leaves micro-batches in flight."""
-        return streams(self.schedule, self.weights)
+        return validation.streams(self.schedule, self.weights)
 
     @property
     def versions(self) -> dict[str, Any] | None:
@@ -240,7 +284,7 @@ class Plan(Placed):
         draw(path, self.stages, title=_title(self))
 
     def __str__(self) -> str:
-        return "\n".join([_title(self), *table(self.stages)])
+        return "\n".join([_title(self), *_table(self.stages)])
 
 
 def _title(plan: Plan) -> str:
@@ -252,7 +296,15 @@ def _title(plan: Plan) -> str:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
     ways = {"F": "down", "B": "up"}
     parts += [f"{name} {ways[way]} {show_codec(one)}" for (name, way, _), one in plan.named_codecs.items()]
-    parts += _weights(plan)
+    # Which weights a micro-batch sees, where batches mingle, and what comes first in a backward.
+    if plan.streams:
+        parts.append(f"weights {plan.weights}{' with prediction' * plan.prediction}")
+    if (tier := plan.of_stages("weights_tier")) != "device":
+        parts.append(f"old weights {tier}")
+    if (tier := plan.of_stages("parameters_tier")) != "device":
+        staying = sum(stage.staying_bytes for stage in plan.stages)
+        parts.append(f"parameters {tier}{f' but {show_bytes(staying)}' * bool(staying)}")
+    parts += ["weight gradients first"] * plan.weights_first
     if (tier := plan.of_stages("tier")) != "device":
         parts.append(f"saved tensors {tier}")
     if any(stage.recompute for stage in plan.stages):
@@ -260,7 +312,7 @@ def _title(plan: Plan) -> str:
     if max(plan.replicas) > 1:
         parts.append(f"replicas {list(plan.replicas)}{' that add as one' * plan.exact}")
     if plan.sharded:
-        parts.append(f"the optimizer's state {OWNERS[plan.owners]}")
+        parts.append(f"the optimizer's state {validation.OWNERS[plan.owners]}")
     if any(stage.shares for stage in plan.stages):
         parts.append(f"shares {[list(own) for own in plan.shares]}")
     if plan.link is not None:
@@ -270,14 +322,3 @@ def _title(plan: Plan) -> str:
     shape = (plan.num_stages, "stage"), (plan.num_ranks, "rank")
     counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in shape]
     return f"{' on '.join(counts)}, {', '.join(parts)}"
-
-
-def _weights(plan: Plan) -> list[str]:
-    """Say which weights a micro-batch sees, where batches mingle, and what comes first in a backward."""
-    parts = [f"weights {plan.weights}{' with prediction' * plan.prediction}"] if plan.streams else []
-    if (tier := plan.of_stages("weights_tier")) != "device":
-        parts.append(f"old weights {tier}")
-    if (tier := plan.of_stages("parameters_tier")) != "device":
-        staying = sum(stage.staying_bytes for stage in plan.stages)
-        parts.append(f"parameters {tier}{f' but {show_bytes(staying)}' * bool(staying)}")
-    return parts + ["weight gradients first"] * plan.weights_first

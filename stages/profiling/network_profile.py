@@ -48,11 +48,6 @@ class Intermediate:
         """The layer that saved it first: its bytes count there."""
         return self.savers[0]
 
-    @property
-    def inside(self) -> bool:
-        """Return whether it depends on one layer alone: nobody else made it, and nobody else saved it."""
-        return self.savers == (self.maker,)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:

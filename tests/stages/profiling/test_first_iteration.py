@@ -61,7 +61,7 @@ def test_every_storage_with_its_kind_its_maker_and_its_savers(profile):
         ("drop", ["drop"], 0, "", "mask", 2048),
         ("drop", ["end"], 0, "drop", "feature map", 2048),
     ]
-    assert [n for n, i in enumerate(profile.intermediates) if i.inside] == [2, 3, 4, 7, 8]
+    assert [n for n, i in enumerate(profile.intermediates) if i.savers == (i.maker,)] == [2, 3, 4, 7, 8]
     assert {i.readers for i in profile.intermediates} == {1}
     relu, half = profile.intermediates[4], profile.intermediates[8]
     assert (relu.shape, relu.dtype) == ((4, 8, 8, 8), "float32")
