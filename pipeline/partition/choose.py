@@ -63,10 +63,9 @@ def cheapest(
     prefetches: bool | None,
     disk_rate: float | None,
 ) -> Plan:
-    """Return the plan that ``cut`` makes with the cheapest mix of tiers.
+    """Return the plan that ``cut`` (``partition``, told all else) makes with the cheapest mix of tiers.
 
-    Args:    cut: ``partition``, told all but what is told here.
-             memory: a rank's budget, also as a share ("25%") of what it holds with everything kept.
+    Args:    memory: a rank's budget, also as a share ("25%") of what it holds with everything kept.
              disk_rate: bytes per second of the disk; 0: it may not be used, None: not measured.
     Raises:  PlanError: nothing fits, with the least budget that does."""
     kept, asked = Mix("device", "device", False, True), f"memory={memory}"

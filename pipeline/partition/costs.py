@@ -93,8 +93,7 @@ class Costs:
     def staying(
         self, spans: Sequence[tuple[tuple[int, int], int, int]], copies: Sequence[Copies]
     ) -> list[int]:
-        """Of every stage, bytes of parameters that may stay, where the others leave: all else goes first, and
-        what no plan counts (``BESIDE``).
+        """Of every stage, bytes of parameters that may stay, where the others leave: all else goes first.
 
         Where saved tensors leave as well half of the room is for them: they stay as long as there is any."""
         budget = self.budget or 0

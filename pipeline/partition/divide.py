@@ -28,8 +28,7 @@ Cut = Callable[..., Plan]
 def shortest(cut: Cut, asked: dict[str, Any], *, stages: Sequence[int]) -> Plan:
     """Return the plan of the shortest simulated step; of equal ones that of fewer ranks, less memory.
 
-    Args:    cut: ``partition``; asked: all that it is asked for.
-             stages: how many there may be.
+    Args:    cut: ``partition``; asked: all that it is asked for; stages: how many there may be.
     Raises:  PlanError: no division suits; of several that do not fit, the one that asks for the least."""
     check_divided("replicas=auto", schedule=asked["schedule"], weights=asked["weights"])
     ranks, idle, micro_batches = (asked[name] for name in ("ranks", "idle", "micro_batches"))

@@ -48,10 +48,9 @@ class Copies:
         neighbours: int = 0,
         staying: int = 0,
     ) -> int:
-        """Bytes in all; ``packed``: what is left of ``saved`` when it is packed; ``near``: the most of it
-        that layers near each other save, None: all of it; ``neighbours``: the most parameters of
-        ``NEIGHBOURS`` layers, 0 where layers wait for theirs; ``staying``: those of layers that keep theirs,
-        where the others do not."""
+        """Bytes in all; ``packed``: what is left of ``saved`` packed; ``near``: the most of it that layers
+        near each other save, None: all; ``neighbours``: the most parameters of ``NEIGHBOURS`` layers, 0 where
+        layers wait for theirs; ``staying``: those of layers that keep theirs."""
         kept = self.saved * saved
         if self.near:  # where layers are few, nothing is far
             kept = min(kept, self.near * (saved if near is None else near) + self.packed * packed)
@@ -81,16 +80,15 @@ def copies(
 ) -> Copies:
     """Return what is there with so many micro-batches in flight, on a rank that computes on ``device``.
 
-    The weights, their gradients, ``optimizer_state`` (bytes that the optimizer keeps for each of theirs;
-    None: one, as SGD with momentum) and the old versions: dense floats, which hardly shrink, so packing is
-    taken to save nothing of them. What micro-batches saved: in the tier "device" all of it; elsewhere that of
-    ``MOVING`` runs of near layers as it is, and of all layers what is left of it packed. A tier that is
-    ``AWAY`` leaves nothing of that on a device, but on a CPU its memory is the rank's own, unless it is
-    ``GONE`` from there too. With ``recompute`` it is what one of them saved, and what entered with all. With
-    ``parameters_tier`` the parameters of neighbours are there, with a gradient of the largest layer and a
-    piece of one, or in an update all that belongs to a layer: to a piece of it, where the optimizer updates
-    ``by_element``; and what waits where the tier leaves it on the device.
-    ``exchanged``: how often the parameters' bytes are there for replicas to sum up gradients."""
+    Weights, gradients, ``optimizer_state`` (bytes that the optimizer keeps for each of theirs; None: one) and
+    old versions hardly shrink: packing is taken to save nothing of them. Of what micro-batches saved, the
+    tier "device" has all; another ``MOVING`` runs of near layers as it is, and of all layers what is left
+    packed. A tier that is ``AWAY`` leaves nothing of that on a device; a CPU's memory is the rank's own,
+    unless it is ``GONE`` from there too. With ``recompute`` it is what one of them saved, and what entered
+    with all. With ``parameters_tier`` the parameters of neighbours are there, with a gradient of the largest
+    layer and a piece of one, or in an update all that belongs to a layer: to a piece of it, where the
+    optimizer updates ``by_element``. ``exchanged``: how often the parameters' bytes are there for replicas to
+    sum up gradients."""
     here = min(in_flight, 1) if recompute else in_flight
     moves = not recompute and tier != "device"
     leaves = GONE if device == HOST else AWAY
@@ -109,11 +107,8 @@ def copies(
 
 
 def exchanges(counts: Sequence[int], *, exact: bool) -> int:
-    """Count the copies of a stage's parameters that are there while its replicas sum up gradients, beside the
-    gradients: once as a flat buffer; where the sum is ``exact``, for each micro-batch of a replica, and of
-    the sum.
-
-    Args:    counts: the micro-batches of each replica."""
+    """Count the copies of a stage's parameters beside the gradients while replicas, of so many micro-batches
+    each, sum these up: a flat buffer; where the sum is ``exact``, one for each micro-batch, and the sum."""
     if len(counts) == 1:
         return 0
     return max(counts) + 1 if exact else 1

@@ -19,8 +19,7 @@ from ..record import shortened
 
 
 def place_of(shares: tuple[int, ...], micro_batch: int) -> int:
-    """The place of the replica that takes ``micro_batch``; equals go to the first, and who has no share gets
-    nothing."""
+    """The place of the replica that takes ``micro_batch``; of equals the first."""
     return _places(shares, 1 << micro_batch.bit_length())[micro_batch]
 
 
@@ -42,9 +41,7 @@ def _places(shares: tuple[int, ...], number: int) -> tuple[int, ...]:
 
 
 def check_shares(shares: Sequence[object], *, replicas: int, of: str) -> None:
-    """Refuse shares by which nothing can be dealt to so many replicas; ``of``: what they are of.
-
-    Raises:  PlanError: there are others than replicas, one is no whole number from 0, or all are 0."""
+    """Raise PlanError for shares by which nothing can be dealt to so many replicas; ``of``: of what."""
     shown = shortened(list(shares))
     if len(shares) != replicas:
         raise PlanError(
@@ -74,9 +71,7 @@ def split_shares(shares: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple
 
 
 def shares_of_stage(shares: Sequence[int], stage: int, replicas: int) -> tuple[int, ...]:
-    """The shares of a stage that has so many replicas; () where they are alike.
-
-    Raises:  PlanError: it cannot be dealt by them."""
+    """The shares of a stage with so many replicas, () where they are alike; PlanError for wrong ones."""
     if shares:
         check_shares(shares, replicas=replicas, of=f"of stage {stage}")
     return tuple(shares) if len(set(shares)) > 1 else ()

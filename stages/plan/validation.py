@@ -17,9 +17,7 @@ MOST_MICRO_BATCHES = 2**16
 
 
 def streams(schedule: str, weights: str) -> bool:
-    """True if micro-batches flow on from batch to batch, so that only a drain empties the pipeline.
-
-    Raises:  PlanError: there is no such policy."""
+    """Return whether micro-batches flow on from batch to batch, so that only a drain empties the pipeline."""
     return schedule == STREAM or rule_named(weights).per_batch
 
 
@@ -32,10 +30,7 @@ def check_versions(
     micro_batches: int,
     extra_in_flight: int,
 ) -> None:
-    """Refuse what cannot be trained as asked.
-
-    Args:    weights: a name in ``POLICIES``; ``prediction``: whether forwards run with predicted weights.
-    Raises:  PlanError: the schedule, the policy and the counts do not go together."""
+    """Raise PlanError if the schedule, the policy of ``weights`` and the counts do not go together."""
     rule = policy_named(weights, schedule=schedule, prediction=prediction).rule
     if rule and rule.per_batch and micro_batches < num_stages:
         raise PlanError(
@@ -112,10 +107,7 @@ def check_extra(least: int, most: int, *, micro_batches: int) -> None:
 def check_replicas(
     ranks: Sequence[Sequence[int]], *, schedule: str, weights: str, micro_batches: int
 ) -> None:
-    """Refuse replicas that cannot share the work of their stage.
-
-    Args:    ranks: those of every stage.
-    Raises:  PlanError: there are replicas, and something does not suit them."""
+    """Raise PlanError for replicas, on the ``ranks`` of every stage, that cannot share its work."""
     counts = [len(own) for own in ranks]
     if max(counts) == 1:
         return
@@ -134,10 +126,7 @@ def check_replicas(
 
 
 def check_replicated(found: str, *, schedule: str, weights: str) -> None:
-    """Refuse a schedule whose stages cannot have replicas.
-
-    Args:    found: the replicas that were asked for, in words.
-    Raises:  PlanError: it is one of those."""
+    """Raise PlanError for a schedule whose stages cannot have the replicas ``found``."""
     if streams(schedule, weights):
         asked = f"schedule={schedule}" if schedule == STREAM else f"weights={weights}"
         raise PlanError(

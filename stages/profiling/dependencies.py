@@ -189,8 +189,7 @@ class _Builder:
         return added
 
     def compute(self) -> Iterator[Compute]:
-        """From layer to layer: forward from who wrote a value last to who reads it, backward where a gradient
-        comes back."""
+        """Forward from who wrote a value last to who reads it, backward where a gradient comes back."""
         for number, users in enumerate(self.users):
             for user in users:
                 source = max((w for w in self.writers[number] if w < user), default=-1)

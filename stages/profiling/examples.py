@@ -34,8 +34,7 @@ def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
 def graph_of(
     model: nn.Module, plan: Plan, autocast: torch.dtype | None, graph: LayerGraph | None = None
 ) -> LayerGraph:
-    """The graph of ``model`` as ``plan`` was made for it: ``graph`` or the plan's own if it fits, else traced
-    anew."""
+    """The graph of ``model`` as ``plan`` has it: ``graph`` or the plan's own if it fits, else traced anew."""
     for known in (graph, plan.graph):
         if known is not None and _is_meant(known, plan, autocast) and known.fits(model):
             return known
@@ -56,8 +55,7 @@ def _is_meant(graph: LayerGraph, plan: Plan, autocast: torch.dtype | None) -> bo
 
 
 def example_of(plan: Plan) -> Example:
-    """Inputs of the plan's shapes and dtypes: normal numbers, and integers that were seen (0 where the plan
-    does not know).
+    """Inputs of the plan's shapes and dtypes: normal numbers, and integers that were seen, else 0.
 
     Raises: PlanError: the plan contradicts itself."""
     generator = torch.Generator().manual_seed(0)

@@ -27,9 +27,7 @@ _SLOTS = {**_OF_WEIGHTS, "version": "optimizer", "saved": SAVED, "buffer": "buff
 
 
 class Circle(NamedTuple):
-    """Data of one kind that belong to a box; ``number``: of the one value or gradient that it is, else -1.
-
-    ``is_input``: nobody made it."""
+    """Data of one kind that belong to a box; ``number``: of the one value or gradient that it is, else -1."""
 
     box: int
     slot: str
@@ -232,8 +230,7 @@ def blocks(
 ) -> tuple[Block, ...]:
     """The finest blocks of which there are at most ``most`` (a few more where there are many stages).
 
-    They are layers; or runs of layers whose modules begin alike, by as many parts of their paths as fit; or
-    several of these.
+    They are layers; or runs of layers whose modules begin alike, as deep as it fits; or several of these.
 
     Args:    names, modules, stages: of each layer, its name, the dotted path it ran in, its stage."""
     numbered = enumerate(zip(names, stages, strict=True))

@@ -73,8 +73,7 @@ def _blocks_of(
 ) -> tuple[list[range], dict[int, str]]:
     """Find the layers that run together: each by itself, but where it cannot, with the fewest ahead of it.
 
-    Returns: ranges of layers, and for a layer's number why the model must not be cut behind it.
-    Raises:  PlanError: a layer does not run even with all that are ahead of it."""
+    Returns: ranges of layers, and for a layer's number why the model must not be cut behind it."""
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
     parts, layers, timer = parts_of(graph.model_copy, graph.train), graph.train.layers, _Timer(device, graph)
     blocks: list[range] = []

@@ -129,8 +129,7 @@ def save(path: str | Path, found: Iterable[Row]) -> None:
 
 
 def table(found: Sequence[Row], *, most: int = MOST_ROWS) -> list[str]:
-    """The lines of the table: a row for each datum, the largest where there are too many, and for each stage
-    what the smaller ones are together, and a total."""
+    """The lines of the table: the largest data, for each stage the sum of the smaller ones, and a total."""
     stages = list(dict.fromkeys(row.stage for row in found))
     shown = {id(row) for row in sorted(found, key=lambda row: -row.num_bytes)[: most - len(stages)]}
     lines: list[tuple[str, ...]] = []

@@ -24,9 +24,7 @@ from .network_profile import CAST, FEATURES, INDEX, MASK, OTHER, STATISTIC, Inte
 
 
 def zero_count(tensor: torch.Tensor) -> Callable[[], float]:
-    """Return a function that tells the share of zeros among its elements: until then no GPU is waited for.
-
-    None are of what torch cannot count, or what has no values."""
+    """Return a function that tells the share of zeros among its elements: until then no GPU is waited for."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or not tensor.numel():
         return float
     bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch counts no float8

@@ -245,8 +245,7 @@ class _HookWatch(TorchFunctionMode):
 
 
 def _has_custom_backward(made: Edges, read: Edges) -> bool:
-    """Return whether a backward of a person's is among those of a layer: it reads what it likes, saved
-    or not."""
+    """Return whether a layer has a backward of a person's, which reads what it likes, saved or not."""
     ahead, seen = [node for node, _ in made], {node for node, _ in read}
     while ahead:
         node = ahead.pop()
@@ -486,8 +485,7 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
 
 
 def travels(tensor: torch.Tensor) -> bool:
-    """Return whether a frame keeps the tensor's geometry exactly: another one picks other kernels and
-    other bits."""
+    """Return whether a frame keeps the tensor's geometry: another one picks other kernels and other bits."""
     dense = tensor.layout == torch.strided
     return dense and geometry(tuple(tensor.shape), tensor.stride(), tensor.itemsize).travels
 

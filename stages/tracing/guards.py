@@ -222,9 +222,8 @@ class ModelGuards:
         self.moved: frozenset[str] = frozenset()
 
     def extend(self, traces: Mapping[str, Traced]) -> None:
-        """Hold the model against other traces, too, of a copy that was made with this.
-
-        Raises: PlanError: something that they read has changed since."""
+        """Hold the model against other traces too; PlanError if what they read has changed since the
+        first."""
         reads, flags, code = _reads_of(traces)
         known = {guard.name for guard in (*self.guards, *self.flags)}
         new = [guard for guard in self._on(reads) if guard.name not in known]
@@ -265,8 +264,7 @@ class ModelGuards:
         """Refuse what has changed since the trace and cannot be honoured; note in ``moved`` the names of the
         layers whose modules are set in another way than then.
 
-        Args:    mode: "train" for a step; "eval": the training flags are going to be ``evaluating``.
-        Raises:  PlanError: what was changed is part of the trace, or a cut relies on it."""
+        Args:    mode: "train" for a step; "eval": the training flags are going to be ``evaluating``."""
         refuse_autocast()
         changed = [(state, module) for state, module in self.alive() if state.changed(module)]
         for state, module in changed:
@@ -317,9 +315,8 @@ def _reads_of(traces: Mapping[str, Traced]) -> tuple[set[Read], set[Read], dict[
 def _on_several(
     model: nn.Module, traced: Traced, stage_of: Sequence[int]
 ) -> tuple[set[int], dict[str, weakref.ref[nn.Parameter]]]:
-    """Modules in eval mode (their id) with a buffer of several stages, and the frozen parameters of several.
-
-    A cut there would have been refused if they had been in train mode, or trained."""
+    """Modules in eval mode (their id) with a buffer of several stages, and the frozen parameters of several:
+    in train mode, or trained, they would have refused that cut."""
     stages: dict[int, set[int]] = {}
     parts, nodes = parts_of(model, traced), [*(layer.node for layer in traced.layers), traced.output]
     for node, stage in zip(nodes, [*stage_of, max(stage_of)], strict=True):

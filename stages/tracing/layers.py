@@ -60,9 +60,7 @@ class Traced(Recording):
     recorded: torch.device
 
     def check_same(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        """Record ``model_copy`` on inputs of another shape or kind, and hold this record against that.
-
-        Raises: Different: the model goes another way there."""
+        """Raise Different if ``model_copy`` goes another way on inputs of another shape or kind."""
         nodes = [*self.inputs, *(layer.node for layer in self.layers)]
         samples = self.call.samples_of(inputs)
         expects = [(n.target, at_size(n.meta["expect"], samples)) for n in nodes if "expect" in n.meta]
@@ -141,10 +139,8 @@ def read_by_layer(layers: Iterable[Layer]) -> dict[str, set[str]]:
 
 
 def tensors_read(node: fx.Node, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and constants that a node reads itself, by path.
-
-    These are the ones registered in its module (tied ones too), its own if it is a get_attr, and those among
-    its arguments that are read where they are used."""
+    """Parameters, buffers and constants that a node reads itself, by path: those of its module (tied ones
+    too), its own if it is a get_attr, and local ones among its arguments."""
     if node.op == "call_module":
         module, path = parts.modules[str(node.target)], node.target
         yield from ((f"{path}.{n}", t) for n, t in (*module.named_parameters(), *module.named_buffers()))
@@ -159,8 +155,7 @@ def tensor_at(root: nn.Module, name: str, constants: Mapping[str, torch.Tensor])
 
 
 def casting(dtype: torch.dtype | None, device: torch.device = CPU) -> contextlib.AbstractContextManager[Any]:
-    """Autocast to ``dtype`` on ``device``, without its cache of cast weights, which depends on what shares a
-    stage; None: no cast."""
+    """Autocast to ``dtype`` (None: no cast) without its cache, which depends on what shares a stage."""
     return _NOTHING if dtype is None else autocast(dtype, device=device)
 
 
@@ -177,9 +172,7 @@ def run_layer(
     *,
     samples: int,
 ) -> Any:
-    """Run one layer on the results in ``env``, for a micro-batch of ``samples``.
-
-    Args:   tied: parameters that came from another stage."""
+    """Run one layer for a micro-batch of ``samples``; ``tied``: parameters that came from another stage."""
     function, args, kwargs = call_of(layer, env, parts, tied, samples=samples)
     with modes_of(layer):
         result = function(*args, **kwargs)

@@ -85,9 +85,7 @@ def meta_model(model: nn.Module, autocast: torch.dtype | None) -> nn.Module:
 
 @contextlib.contextmanager
 def recording_meta(model: nn.Module) -> Iterator[None]:
-    """The block in which a ``meta_model`` is recorded: what its forward makes has no values either.
-
-    Raises: PlanError: forward fails there, with the place that does."""
+    """The block in which a ``meta_model`` is recorded; PlanError with the place that needs values."""
     try:
         with META, MetaWatch():
             yield

@@ -92,9 +92,8 @@ class Shapes:
 
     @contextlib.contextmanager
     def _on_meta(self, mode: str) -> Iterator[None]:
-        """A run on the meta device.
-
-        Raises: PlanError: the model's code wrote to a parameter that the plan takes for unwritten."""
+        """A run on the meta device; PlanError if it writes to a parameter that the plan takes for
+        unwritten."""
         root = self.roots[mode]
         owned = {name: (p, memory_id(p)) for name, p in root.named_parameters()}
         grad = torch.set_grad_enabled(mode == "train")
@@ -123,8 +122,7 @@ class Shapes:
         return PlanError(f"a micro-batch has shapes {shown}, the example had {example}, and {why}")
 
     def _kind(self, mode: str, key: _Key) -> object:
-        """Conditions of a record beside the number of samples: other sizes, dtypes, and the order of
-        strides."""
+        """Conditions of a record beside the number of samples."""
         return [
             (x.shape if whole else x.shape[1:], x.dtype, x.is_contiguous() or x.stride())
             for x, whole in zip(_bare(key), self.traced[mode].call.whole, strict=True)

@@ -202,8 +202,7 @@ def _proven(
     """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to.
 
     Args:   copies: one to run layer by layer, one to run as it is.
-            beside: the record of the other mode, with the same tied parameters and modules that are one
-            layer."""
+            beside: the record of the other mode, whose tied parameters are tied here, too."""
     copied, eager = copies
     tied = {str(node.target) for layer in beside.layers for _, node in layer.tied} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"

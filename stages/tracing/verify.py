@@ -80,8 +80,7 @@ class TraceCopy:
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Return whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0 and no NaN for
-    itself), or both are None."""
+    """Return whether shape, dtype and every bit agree (torch.equal takes -0.0 for 0.0), or both are None."""
     if a is None or b is None:
         return a is b
     if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
@@ -97,10 +96,9 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def _refuse_changes(
     before: Facts, root: nn.Module, *, again: Callable[[], Any], harmless: Callable[[], bool]
 ) -> bool:
-    """Refuse a forward that changed ``root`` beside its registered buffers since ``before``.
+    """Refuse a forward that changed ``root`` beside registered buffers; return whether nothing was changed.
 
-    ``again`` runs it once more: what only the first run changes may stay if it is ``harmless``.
-    Returns: whether nothing was changed."""
+    ``again`` runs it once more: what only the first run changes may stay if it is ``harmless``."""
     after = contents(root, running=True)
     held = {name for name, _ in root.named_buffers() if name in before}  # may be other tensors now
     changed = next((p for p in before | after if p not in held and before.get(p) != after.get(p)), None)
@@ -191,10 +189,9 @@ def refuse_difference(
 
 
 def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> tuple[set[str], bool]:
-    """Run a copy of ``root``.
+    """Run a copy of ``root``; return the buffers and frozen parameters that a forward writes to, and whether
+    it leaves nothing else behind.
 
-    Returns: the buffers and frozen parameters that a forward writes to, and whether it leaves nothing else
-             behind.
     Raises: PlanError: it does not run, or changes the model beside these every time."""
     eager, original = copy.deepcopy(root), dict(root.named_parameters())
     parameters = [(name, p, memory_id(p)) for name, p in eager.named_parameters()]
@@ -250,9 +247,7 @@ def _same_after_first_call(
     run: Callable[[nn.Module, Sequence[torch.Tensor]], Any],
     inputs: Sequence[torch.Tensor],
 ) -> bool:
-    """Return whether ``warm``, which has run, computes what ``cold`` computes; both are written to.
-
-    Between two evaluations a model trains, so a copy that evaluates is put into train mode once, and back."""
+    """Return whether ``warm``, which has run, computes what ``cold`` computes; both are written to."""
     if not warm.training:
         warm.train().eval()
     theirs, ours = dict(warm.named_buffers()), dict(cold.named_buffers())

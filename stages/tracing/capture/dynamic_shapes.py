@@ -32,8 +32,7 @@ def at_size(item: Any, samples: int) -> Any:
 
 
 def mapped(item: Any, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
-    """An argument with ``change`` of everything of ``kinds`` in it, in containers of its own: what is called
-    with them may change them."""
+    """``item`` with ``change`` of everything of ``kinds`` in it, in containers of its own."""
     if isinstance(item, kinds):
         return change(item)
     if isinstance(item, tuple):
@@ -86,8 +85,7 @@ class Different(Exception):
 
 
 def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dict[fx.Node, Any]:
-    """For every node of ``graph`` whose numbers move: its (args, kwargs, expect, shape) with ``Affine``
-    in them.
+    """For every node whose numbers move, its (args, kwargs, expect, shape) with ``Affine`` in them.
 
     Args:    samples: the size of micro-batch that ``graph`` was recorded at; ``others``: recordings by size.
     Raises:  Different: they are not the same nodes, or a number follows no rule."""

@@ -167,8 +167,7 @@ class CodeReads:
 
     @contextlib.contextmanager
     def watching(self, within: Callable[[], object]) -> Iterator[None]:
-        """The block in which the model is called; ``within``: whether a layer runs now, whose code runs again
-        each time."""
+        """The block in which the model is called; ``within``: whether a layer runs now."""
         before, ran, collects = sys.getprofile(), self.ran, gc.isenabled()
 
         def note(frame: types.FrameType, event: str, argument: Any) -> None:

@@ -125,8 +125,7 @@ def _names() -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 class Buffers:
-    """The registered buffers and frozen parameters of ``model``, of which its forward changes those that are
-    ``written``."""
+    """The registered buffers and frozen parameters of ``model``; its forward changes the ``written`` ones."""
 
     def __init__(self, model: nn.Module, written: Collection[str]) -> None:
         named = model.named_parameters(remove_duplicate=False)
