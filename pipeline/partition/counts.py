@@ -151,17 +151,3 @@ def _num_stages(stages: int | None, given: Sequence[int] | None, ranks: int | No
     if number is None:
         raise PlanError("a plan needs a number of stages, of ranks, or cuts, found none; say stages=2")
     return number
-
-
-def check_places(profile: Profile, places: Sequence[int], stages: int) -> None:
-    """Refuse more stages than there are layers, or places to cut."""
-    num_layers = len(profile.layers)
-    if stages > num_layers:
-        raise PlanError(
-            f"{stages} stages need at least as many layers, the model has {num_layers}; lower stages or ranks"
-        )
-    if stages - 1 > len(places):
-        reason = next(iter(profile.refused.values()), "no other layer")
-        raise PlanError(
-            f"{stages} stages need {stages - 1} cuts, the model allows {len(places)} ({reason}); lower stages"
-        )

@@ -29,15 +29,7 @@ from ..schedules.instruction import Programs
 from ..schedules.replicated import DEEPENED, dealt, endless_programs, most_extra, replicated, waiting
 from .choose import TooSmall, cheapest, is_open
 from .costs import Costs, with_margin
-from .counts import (
-    check_arguments,
-    check_asked,
-    check_counts,
-    check_places,
-    replica_counts,
-    sizes,
-    stage_counts,
-)
+from .counts import check_arguments, check_asked, check_counts, replica_counts, sizes, stage_counts
 from .divide import shortest
 from .split import smallest_limit, split
 
@@ -190,7 +182,16 @@ def partition(
         sharded = sharded or (max(several) > 1 and parameters_tier != "device")
     stages, ranks = sizes(stages, ranks, given, schedule, program)
     places = _allowed_cuts(profile) if given is None else given
-    check_places(profile, places, stages)
+    num_layers = len(profile.layers)
+    if stages > num_layers:
+        raise PlanError(
+            f"{stages} stages need at least as many layers, the model has {num_layers}; lower stages or ranks"
+        )
+    if stages - 1 > len(places):
+        reason = next(iter(profile.refused.values()), "no other layer")
+        raise PlanError(
+            f"{stages} stages need {stages - 1} cuts, the model allows {len(places)} ({reason}); lower stages"
+        )
     fixed = None
     if layout(schedule) != "neighbours":
         fixed = placed(program) if program else placement(schedule, stages=stages, ranks=ranks)

@@ -130,7 +130,10 @@ def _timed_apart(
         zeros |= {number: count() for number, count in timers[-1].zeros.items()}
         for timer in timers:
             timer.zeros.clear()
-        env[layer.node] = tree_map(_without_graph, env[layer.node])  # which holds the layer's values
+        env[layer.node] = tree_map(  # without the graph, which holds the layer's values
+            lambda x: x.detach().requires_grad_(x.requires_grad) if getattr(x, "grad_fn", None) else x,
+            env[layer.node],
+        )
     return [(timer.seconds(), zeros) for timer in timers[1:]]
 
 
@@ -180,12 +183,6 @@ class _Timer:
             whole = self.device.seconds(*back) if back else 0.0
             found += [(f, whole * (f / sum(forward) if sum(forward) else 1 / len(forward))) for f in forward]
         return found
-
-
-def _without_graph(item: Any) -> Any:
-    if not isinstance(item, torch.Tensor) or item.grad_fn is None:
-        return item
-    return item.detach().requires_grad_(item.requires_grad)
 
 
 def _write_back(

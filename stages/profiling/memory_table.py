@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..files import writing
 from ..units import shortened_name, show_bytes, text_table
-from .network_profile import Intermediate, Profile
+from .network_profile import Profile
 
 MOST_ROWS = 60
 SAVED = "saved"
@@ -37,12 +38,12 @@ class Row:
     layer: int
     name: str
     module: str
-    order: int
-    group: str
+    order: int = -1
+    group: str = "weights"
     kind: str
-    value: str
+    value: str = ""
     shape: str
-    dtype: str
+    dtype: str = ""
     num_bytes: int
     zeros: float = 0.0
     made_by: str = ""
@@ -65,58 +66,45 @@ def rows(
 
     Args:    stages: of each layer, its stage; old_versions: of each layer, those kept of its parameters.
              optimizer_state: bytes that the optimizer keeps for each of a parameter's; None: taken as one."""
-    found = [_saved(profile, stages, one) for one in profile.intermediates]
+    found = []
     state = 1.0 if optimizer_state is None else optimizer_state
-    for index, layer in enumerate(profile.layers):
-        versions = float(old_versions[index] if old_versions else 0)
-        times = {"parameters": 1.0, "gradients": 1.0, "optimizer state": state, "old versions": versions}
-        found += [
-            Row(
-                stage=stages[index],
-                layer=index,
-                name=layer.name,
-                module=layer.module,
-                order=-1,
-                group="weights",
-                kind=kind,
-                value="",
-                shape=str(layer.num_parameters),
-                dtype="",
-                num_bytes=math.ceil(factor * layer.parameter_bytes),
+    of_layer = [
+        functools.partial(Row, stage=stage, layer=index, name=layer.name, module=layer.module)
+        for index, (layer, stage) in enumerate(zip(profile.layers, stages, strict=True))
+    ]
+    # 1. what was saved
+    for one in profile.intermediates:
+        maker = profile.layers[one.maker].name if one.maker >= 0 else "input"
+        others = [maker] * (one.maker != one.layer)
+        for other in one.savers[1:]:
+            elsewhere = f" (stage {stages[other]})" if stages[other] != stages[one.layer] else ""
+            others.append(profile.layers[other].name + elsewhere)
+        found.append(
+            of_layer[one.layer](
+                order=one.order,
+                group=SAVED,
+                kind=one.kind,
+                value=one.value,
+                shape="x".join(map(str, one.shape)) or "scalar",
+                dtype=one.dtype,
+                num_bytes=one.num_bytes,
+                zeros=one.zeros,
+                made_by=maker,
+                saved_at=one.layer,
+                read_first_at=one.savers[-1],
+                read_last_at=one.layer,
+                readers=one.readers,
+                shared_with=", ".join(dict.fromkeys(others)),
             )
-            for kind, factor in times.items()
-            if factor * layer.parameter_bytes
-        ]
+        )
+    # 2. parameters, and what they need
+    for index, layer in enumerate(profile.layers):
+        versions, shape = float(old_versions[index] if old_versions else 0), str(layer.num_parameters)
+        times = {"parameters": 1.0, "gradients": 1.0, "optimizer state": state, "old versions": versions}
+        for kind, factor in times.items():
+            if num_bytes := math.ceil(factor * layer.parameter_bytes):
+                found.append(of_layer[index](kind=kind, shape=shape, num_bytes=num_bytes))
     return sorted(found, key=lambda row: (row.layer, row.group != SAVED, row.order))
-
-
-def _saved(profile: Profile, stages: Sequence[int], one: Intermediate) -> Row:
-    layer = profile.layers[one.layer]
-    maker = profile.layers[one.maker].name if one.maker >= 0 else "input"
-    others = [maker] * (one.maker != one.layer)
-    for other in one.savers[1:]:
-        elsewhere = f" (stage {stages[other]})" if stages[other] != stages[one.layer] else ""
-        others.append(profile.layers[other].name + elsewhere)
-    return Row(
-        stage=stages[one.layer],
-        layer=one.layer,
-        name=layer.name,
-        module=layer.module,
-        order=one.order,
-        group=SAVED,
-        kind=one.kind,
-        value=one.value,
-        shape="x".join(map(str, one.shape)) or "scalar",
-        dtype=one.dtype,
-        num_bytes=one.num_bytes,
-        zeros=one.zeros,
-        made_by=maker,
-        saved_at=one.layer,
-        read_first_at=one.savers[-1],
-        read_last_at=one.layer,
-        readers=one.readers,
-        shared_with=", ".join(dict.fromkeys(others)),
-    )
 
 
 def save(path: str | Path, found: Iterable[Row]) -> None:

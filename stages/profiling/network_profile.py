@@ -16,8 +16,8 @@ from ..plan.memory_model import NEIGHBOURS
 from ..record import IN_PROCESS, json_fields, load_json, read, reduced
 from ..tracing.capture.signature import Signature
 
-FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER = ("feature map", "index", "mask", "statistic", "cast", "other")
-KINDS = (FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER)
+KINDS = ("feature map", "index", "mask", "statistic", "cast", "other")
+FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER = KINDS
 """Kinds of intermediates: a feature map; integers, such as where a pooling found its maximum; a mask, of
 bits or of a dropout; numbers of a normalization, fewer than the layer's values; a parameter's copy in the
 dtype of autocast; none of these."""

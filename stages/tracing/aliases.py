@@ -114,13 +114,6 @@ def shared(model: nn.Module, traced: Traced, *, written: Collection[str], unread
     return found
 
 
-def refuse_cuts(groups: Groups, refused: dict[int, str]) -> None:
-    """Note for every cut that would part a group why it is refused, where nothing else has refused it."""
-    for group, layers in groups.items():
-        for cut in range(min(layers, default=0), max(layers, default=0)):
-            refused.setdefault(cut, shared_memory_reason(group))
-
-
 def shared_memory_reason(group: Sequence[str]) -> str:
     """Why a group stays together, and what to do."""
     first, other = group[:2]

@@ -24,7 +24,7 @@ from ...compression.errors import PlanError
 from ..device import CPU, device_of
 from ..meta_watch import META
 from ..seeds import seeded
-from .aliases import Groups, refuse_cuts, shared, unregistered_views
+from .aliases import Groups, shared, shared_memory_reason, unregistered_views
 from .capture.call_spec import Call, Example, fresh, other_data, resized
 from .capture.capture import Captured, Recording, capture, default_leaf
 from .capture.nodes import path_of
@@ -167,7 +167,9 @@ def trace(
             evaluation, eval_probe, _ = _proven(theirs, call, example, modules, functions, beside=train)
     pairs = (train, (0,)), (evaluation, ())
     groups = tuple(shared(model, traced, written=written, unread=unread) for traced, unread in pairs)
-    refuse_cuts(groups[0], train_probe.refused)
+    for group, layers in groups[0].items():
+        for cut in range(min(layers, default=0), max(layers, default=0)):
+            train_probe.refused.setdefault(cut, shared_memory_reason(group))
     for name in train.dropped:
         warnings.warn(
             f"the model returns {name}, which cannot be put together again from stages: it is left out; "

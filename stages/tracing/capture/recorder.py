@@ -124,28 +124,6 @@ def _names() -> Iterator[tuple[dict[str, Any], str, Any]]:
             yield from ((vars(file), name, held) for name, held in list(vars(file).items()))
 
 
-class Buffers:
-    """The registered buffers and frozen parameters of ``model``; its forward changes the ``written`` ones."""
-
-    def __init__(self, model: nn.Module, written: Collection[str]) -> None:
-        named = model.named_parameters(remove_duplicate=False)
-        self.held = {name: p for name, p in named if not p.requires_grad}
-        self.held |= dict(model.named_buffers(remove_duplicate=False))
-        self.written = {_storage_of(tensor) for name, tensor in self.held.items() if name in written}
-
-    def among(self, given: Any) -> list[tuple[torch.Tensor, Contents]]:
-        """Written buffers and views of them among the arguments of a call, each with what it held before."""
-        if not self.written or not torch.is_grad_enabled():
-            return []
-        return [(t, Contents([t])) for t in tensors_in(given) if _storage_of(t) in self.written]
-
-    def replaced(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, old and new tensor of those that ``model`` has no more."""
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if name in self.held and buffer is not self.held[name]:
-                yield name, self.held[name], buffer
-
-
 def _storage_of(tensor: torch.Tensor) -> int | None:
     return memory_id(tensor) if tensor.layout is torch.strided else None
 
@@ -200,7 +178,10 @@ class Recorder(Nodes, TorchFunctionMode):
         self.reads, self.notes = Reads(self.paths, self.is_unrecorded), notes
         self.expects, self.patches = list(expects), Patches(())
         self.applied = applied
-        self.buffers = Buffers(model, written)
+        named = model.named_parameters(remove_duplicate=False)
+        self.buffers = {name: p for name, p in named if not p.requires_grad}
+        self.buffers |= dict(model.named_buffers(remove_duplicate=False))
+        self.written = {_storage_of(self.buffers[name]) for name in self.buffers.keys() & {*written}}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -344,7 +325,10 @@ class Recorder(Nodes, TorchFunctionMode):
         if any(callable(leaf) and not isinstance(leaf, type) for leaf in tree_leaves((args, kwargs))):
             raise self.unrecordable(f"a function is handed to {name}, which may read what it likes")
         # 2. the call itself, on real tensors
-        given, watched = self.named((args, kwargs)), self.buffers.among((args, kwargs))
+        given, watched = self.named((args, kwargs)), list[tuple[torch.Tensor, Contents]]()
+        if self.written and torch.is_grad_enabled():
+            buffers = (t for t in tensors_in((args, kwargs)) if _storage_of(t) in self.written)
+            watched = [(buffer, Contents([buffer])) for buffer in buffers]
         states = states_of(self.generators)
         if self.expects and called(func) == called(self.expects[0][0]):  # nothing can be read of no memory
             result = self.expects.pop(0)[1]
@@ -370,7 +354,10 @@ class Recorder(Nodes, TorchFunctionMode):
 
     def write_back(self, model: nn.Module) -> None:
         """Write into the buffers that were replaced what they were replaced by, when the run is over."""
-        for name, old, new in self.buffers.replaced(model):
+        for name, new in model.named_buffers(remove_duplicate=False):
+            old = self.buffers.get(name, new)
+            if old is new:
+                continue
             if self.known(new) is None or new.requires_grad or new.shape != old.shape:
                 raise self.unrecordable(
                     f"{name} is replaced by what cannot be written into it (where only the first run does "
