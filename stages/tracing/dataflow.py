@@ -14,7 +14,6 @@ backward of his own may return None."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import operator
@@ -116,30 +115,11 @@ class ProbeRecorder:
             else:
                 yield from outputs.values
 
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Know tensors of the model by their memory: who writes to a view of one writes to it."""
-        for tensor in tensors:
-            others = self.on.setdefault(memory_id(tensor), [])
-            if all(tensor is not other for other in others):
-                others.append(tensor)
-
-    def beside(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """These tensors, and all that lie in the same memories."""
-        found = {id(t): t for t in tensors}
-        for t in list(found.values()):
-            if t.layout is torch.strided:
-                found |= {id(other): other for other in self.on.get(memory_id(t), ())}
-        return list(found.values())
-
     def writers(self, number: int) -> list[int]:
         """The layers that wrote to the memory of a value, ascending, its producer first."""
         item = self.objects[number]
         writes = self.writes.get(memory_id(item), []) if isinstance(item, torch.Tensor) else []
         return sorted({self.producers[number], *writes})
-
-    def last_writer(self, number: int, reader: int) -> int:
-        """The layer that wrote last to the memory of a value before the layer ``reader`` runs."""
-        return max(writer for writer in self.writers(number) if writer < reader)
 
 
 def _local_at(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
@@ -166,7 +146,7 @@ def _zeros_that_stop(traced: Traced, parts: Parts, recorder: ProbeRecorder) -> s
             found.add((index, values[0]))
         elif len(layer.node.all_input_nodes) == 1 and _is(layer, parts, POOL_MODULES, POOL_CALLS):
             (pooled,) = recorder.outputs[layer.node.all_input_nodes[0]].values
-            if (recorder.last_writer(pooled, index), pooled) in found:
+            if (max(w for w in recorder.writers(pooled) if w < index), pooled) in found:
                 found.add((index, values[0]))
     return found
 
@@ -264,20 +244,6 @@ def _is_torch_only(layer: Layer, parts: Parts) -> bool:
     home = getattr(node.target, "__module__", None) or ""
     owner = getattr(node.target, "__objclass__", None)  # of a method of torch.Tensor
     return owner in (torch.Tensor, TensorBase) or home in _TORCH_MODULES or home.startswith("torch._C")
-
-
-@contextlib.contextmanager
-def _keeping() -> Iterator[set[int]]:
-    """The block in which a layer runs; the memory that it keeps for its backward."""
-    found = set[int]()
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided:
-            found.add(memory_id(tensor))
-        return tensor.detach()  # a node that kept its own result would never be freed
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield found
 
 
 def _statistics_of(layer: Layer, parts: Parts) -> set[int]:
@@ -402,15 +368,28 @@ def _record_layer(
     tensors = [t for i in read if isinstance(t := recorder.objects[i], torch.Tensor)]
     held = tensors_read(layer.node, parts)
     buffers = {name: t for name, t in held if not (isinstance(t, nn.Parameter) and t.requires_grad)}
-    recorder.hold(buffers.values())
-    at_hand = recorder.beside([*tensors, *buffers.values()])
+    for tensor in buffers.values():  # who writes to a view of one writes to it
+        others = recorder.on.setdefault(memory_id(tensor), [])
+        if all(tensor is not other for other in others):
+            others.append(tensor)
+    known = {id(t): t for t in (*tensors, *buffers.values())}
+    memories = {memory_id(t) for t in known.values() if t.layout is torch.strided}
+    known |= {id(t): t for memory in memories for t in recorder.on.get(memory, ())}
+    at_hand = list(known.values())
     versions, contents = [version_of(t) for t in at_hand], Contents(at_hand)
     asked = [(t.requires_grad, version_of(t)) for t in tensors]
     recorder.kept += contents.storages
     states, before = states_of(recorder.generators), _edges_of((i, recorder.objects[i]) for i in read)
+    kept = set[int]()  # for its backward
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided:
+            kept.add(memory_id(tensor))
+        return tensor.detach()  # a node that kept its own result would never be freed
+
     # 2. the run
     try:
-        with _HookWatch() as watch, _keeping() as kept:
+        with _HookWatch() as watch, saved_tensors_hooks(keep, lambda tensor: tensor):
             env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
         size = next((tuple(t.shape) for t in tensors), ())

@@ -253,11 +253,10 @@ class ModelGuards:
                 yield Guard(key, "", read, lambda _: None, ABSENT, None)
 
     def _note_moved(self) -> None:
-        moved = [state.key for state, module in self.alive() if state.is_layer and state.moved(module)]
+        moved = [state.key for state, module in self._alive() if state.is_layer and state.moved(module)]
         self.moved = frozenset(name for key in moved for name in self.layers_of.get(key, ()))
 
-    def alive(self) -> list[tuple[_ModuleState, nn.Module]]:
-        """The modules that the user has not dropped."""
+    def _alive(self) -> list[tuple[_ModuleState, nn.Module]]:
         return [(state, module) for state in self.modules if (module := state.module()) is not None]
 
     def check(self, mode: str) -> None:
@@ -266,7 +265,7 @@ class ModelGuards:
 
         Args:    mode: "train" for a step; "eval": the training flags are going to be ``evaluating``."""
         refuse_autocast()
-        changed = [(state, module) for state, module in self.alive() if state.changed(module)]
+        changed = [(state, module) for state, module in self._alive() if state.changed(module)]
         for state, module in changed:
             state.refuse(module)
         known: dict[int, Facts] = {}

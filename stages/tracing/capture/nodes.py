@@ -34,8 +34,8 @@ SHAPE = frozenset({"size", "numel", "nelement", "__len__", "stride", "is_same_si
 _ARITHMETIC = frozenset("add_ sub_ mul_ div_ pow_ remainder_ floor_divide_".split())
 _REFLECTED = {f"r{n}": n for n in "add sub mul div truediv floordiv pow mod matmul and or xor".split()}
 _PYTHON = os.path.dirname(os.__file__) + os.sep
-_OURS = str(pathlib.Path(__file__).parents[2]) + os.sep
-_NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
+OURS = str(pathlib.Path(__file__).parents[2]) + os.sep
+_NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, OURS, "<")
 
 
 def items_of(value: Any) -> tuple[Callable[..., Any], list[tuple[Any, Any]]]:
@@ -72,11 +72,6 @@ def is_code_of_model(file: str) -> bool:
     """Return whether code in ``file`` is neither torch's nor ours nor Python's own."""
     installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
     return not file.startswith(_NOT_THE_MODEL) and (installed or not file.startswith(_PYTHON))
-
-
-def is_our_code(file: str) -> bool:
-    """Return whether code in ``file`` records the model, or runs it."""
-    return file.startswith(_OURS)
 
 
 def asking(frame: types.FrameType | None) -> types.CodeType | None:
@@ -174,15 +169,6 @@ class Nodes:
     def is_unrecorded(self) -> bool:
         """Return whether what runs is not recorded: a layer from within, or what another thread does."""
         return bool(self.quiet) or threading.get_ident() != self.thread
-
-    def in_segment(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Run one reentrant checkpoint, whose parts are seen."""
-        self.segments += 1
-        before, self.segment = self.segment, self.segments
-        try:
-            return run(*args)
-        finally:
-            self.segment = before
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
         """The next input of the model."""

@@ -25,7 +25,7 @@ from torch import nn
 
 from ....compression.errors import PlanError
 from ..object_snapshot import Facts, Same, contents, describe, is_plain, walk, written_kinds
-from .nodes import asking, is_code_of_model, is_our_code
+from .nodes import OURS, asking, is_code_of_model
 
 ALL = "__dict__"
 """The attribute that stands for all of a module's own: somebody took the dict that holds them."""
@@ -63,7 +63,7 @@ class Reads:
         Called by whom torch calls; PlanError for a gradient."""
         file = sys._getframe(3).f_code.co_filename
         wanted = getattr(getattr(getter, "__self__", None), "__name__", "")
-        if wanted in _ASKING and not is_our_code(file):
+        if wanted in _ASKING and not file.startswith(OURS):
             self.found.add((name or "", ASKS))
         if wanted == "grad" and name and is_code_of_model(file):
             raise PlanError(

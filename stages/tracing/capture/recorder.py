@@ -86,13 +86,6 @@ def overridden(tensors: Iterable[Any]) -> bool:
     return any(type(t) not in plain and hasattr(type(t), "__torch_function__") for t in tensors)
 
 
-def _at_once(run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
-    """Run what a reentrant checkpoint computes, without dropping and computing it again."""
-    graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and graded):  # else it gives nobody a gradient
-        return run(*args)
-
-
 def kinds_that_are_called() -> Iterator[type[nn.Module]]:
     """The classes whose ``__call__`` runs a module."""
     yield nn.Module
@@ -198,7 +191,7 @@ class Recorder(Nodes, TorchFunctionMode):
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
             run = apply.__get__(None, function)
             if function is CheckpointFunction and not self.is_unrecorded():
-                return self.in_segment(_at_once, *args)
+                return self._segment(*args)
             return self.opaque("call_function", run, function.__name__, run, args, kwargs)
 
         def script(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +220,19 @@ class Recorder(Nodes, TorchFunctionMode):
         named = (one for one in _names() if id(one[2]) in wanted) if wanted else ()
         for frame, name, held in (*(one for one in wrapped if callable(one[2])), *named):
             yield frame, name, functools.partial(run_function, name, held)
+
+    def _segment(self, run: Callable[..., Any], keep_random: bool, *args: Any) -> Any:
+        """Run what a reentrant checkpoint computes, as it is seen, without computing it again."""
+        self.segments += 1
+        before, self.segment = self.segment, self.segments
+        graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        try:
+            with torch.set_grad_enabled(
+                torch.is_grad_enabled() and graded
+            ):  # else it gives nobody a gradient
+                return run(*args)
+        finally:
+            self.segment = before
 
     def _initial_seed(self) -> int:
         """Layers are seeded one by one, so only inside of one does the seed say anything."""
