@@ -134,25 +134,21 @@ def partition(
         optimizer_state: bytes that the optimizer keeps for each of the parameters' (Adam: 2); None: 1.
         weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
             "vertical_sync"; of ``1f1b`` "double_buffered".
-        weights_tier: the same for a version of the weights that nothing reads right now.
-        parameters_tier: where parameters and their optimizer state are while no layer reads them: the same.
-        prefetches: parameters in a tier come before the layer is reached that reads them; without, one
-            layer's are there at a time. None: as the memory allows.
-        by_element: the optimizer updates each element by itself, as Adam and SGD do, so that a tier updates
-            parameters in pieces.
+        weights_tier: the tier of a version of the weights that nothing reads right now.
+        parameters_tier: that of parameters and their optimizer state while no layer reads them.
+        prefetches: parameters in a tier come ahead of their layer, else one layer's are there at a time; None:
+            as the memory allows.
+        by_element: the optimizer updates each element by itself, so that a tier updates in pieces.
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
         replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn; "auto": all
-            ``ranks`` are dealt so that the simulated step is shortest, over ``stages`` if given, else over
-            as many as suits it.
+            ``ranks`` are dealt so that the simulated step is shortest, over ``stages`` if given.
         exact: replicas add up gradients in the plain loop's order, for its bits.
-        sharded: each replica updates some parameters, and keeps the optimizer's state of these only; always
-            so where ``parameters_tier`` has them.
+        sharded: each replica updates some parameters, and keeps their state; so does a ``parameters_tier``.
         owner: the replica that updates a parameter then: "spread", by bytes, or "first", all of them.
-        shares: how much of its stage each rank takes, by weight ([3, 1]: three micro-batches of four); for
-            all ranks in their order, where there are replicas. Default: as many.
+        shares: by weight, how much of its stage each rank takes ([3, 1]: three micro-batches of four).
         idle: of "auto": ranks that would not shorten the simulated step are left out.
         disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
     Raises:

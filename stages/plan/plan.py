@@ -131,16 +131,12 @@ class Plan:
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
                 f"stage, found ranks {list(self.ranks)}"
             )
-        ranks, batches = [stage.ranks for stage in self.stages], self.micro_batches
-        validation.check_replicas(ranks, schedule=self.schedule, weights=self.weights, micro_batches=batches)
-        validation.check_versions(
-            schedule=self.schedule,
-            weights=self.weights,
-            prediction=self.prediction,
-            num_stages=self.num_stages,
-            micro_batches=self.micro_batches,
-            extra_in_flight=max(self.extra_in_flight, self.most_extra_in_flight),
-        )
+        names = ("schedule", "weights", "micro_batches")
+        asked: Any = {name: getattr(self, name) for name in names}
+        validation.check_replicas([stage.ranks for stage in self.stages], **asked)
+        extra = max(self.extra_in_flight, self.most_extra_in_flight)
+        asked |= {"prediction": self.prediction, "num_stages": self.num_stages, "extra_in_flight": extra}
+        validation.check_versions(**asked)
         if self.streams and any(stage.recompute for stage in self.stages):
             validation.check_again(weights=self.weights, prediction=self.prediction)
         validation.check_owner(self.owners, sharded=self.sharded)

@@ -1,8 +1,7 @@
 """Stages of a plan, and how micro-batches are dealt to their replicas: by weight and smoothly.
 
 Every replica has credit: each micro-batch adds its share to it, and who has most takes the micro-batch
-and pays for all. So any run of micro-batches is spread as the shares say, the first ones do not depend on
-how many there are, and equal shares are plain turns.
+and pays for all. Any run of micro-batches is spread as the shares say, and equal shares are plain turns.
 
 Source: smooth weighted round robin as nginx deals requests (ngx_http_upstream_round_robin.c, since
 1.3.1)."""
@@ -83,19 +82,16 @@ class PlanStage:
 
     ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, of which each
     leaves ``saved_bytes`` for its backward, of which ``near_bytes`` are the most that layers near each other
-    save (None: all of them), ``bytes_forward`` and ``bytes_backward`` are those of the tensors
-    that pass the cut behind the stage, unpacked.
+    save (None: all), ``bytes_forward`` and ``bytes_backward`` pass the cut behind the stage, unpacked.
 
-    ``ranks``: who runs it: one rank, or replicas that take its micro-batches in turn; ``shares``: by what
-    weight each of these takes some (0: none), empty where all take as many; ``device``: what computes, cpu,
-    cuda (the GPU of its rank) or cuda:1, None for what its rank computes on; ``tier``: where saved tensors
-    wait for their backward (``TIERS``); ``weights_tier``: where a version of its weights waits that no
-    instruction reads right now; ``parameters_tier``: where its parameters are, with their gradients and what
-    the optimizer keeps, while no layer reads them, but for ``staying_bytes`` of them, which stay with the
-    device; ``prefetches``: whether parameters come before the layer that reads them is reached; else one
-    layer's are there at a time; ``recompute``: whether a backward runs its forward again.
-    ``codecs``: by name of a value that the stage makes and sends, the codec that it travels in, or under
-    "auto" begins with; ``gradient_codecs``: the same for the gradients that it sends up, by name of their
+    ``ranks``: one rank, or replicas that take its micro-batches in turn; ``shares``: by what weight (0: none),
+    empty where all take as many; ``device``: cpu, cuda (the GPU of its rank) or cuda:1, None for that of its
+    rank; ``tier``: where saved tensors wait for their backward (``TIERS``); ``weights_tier``: where a version
+    of its weights waits that no instruction reads right now; ``parameters_tier``: where its parameters, their
+    gradients and optimizer state are while no layer reads them, but for ``staying_bytes`` of them;
+    ``prefetches``: parameters come ahead of their layer; else one layer's are there at a time; ``recompute``:
+    a backward runs its forward again. ``codecs``: by name of a value that the stage sends, its codec, or that
+    under "auto" it begins with; ``gradient_codecs``: those of gradients that it sends up, by name of their
     values. What has no codec here has that of the plan.
     Raises:  PlanError: a decision that nothing can run."""
 

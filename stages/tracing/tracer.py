@@ -84,11 +84,10 @@ class LayerGraph:
             for name, x, whole in zip(call.names, self.example_inputs, call.whole, strict=True)
         ]
         reasons = {reason: self.layers[cut] for cut, reason in reversed(refused.items())}
+        places = len(self.layers) - 1
         sections = {
             "called with": inputs,
-            "cuts": [
-                f"allowed behind {len(self.layers) - 1 - len(refused)} of {len(self.layers) - 1} layers"
-            ],
+            "cuts": [f"allowed behind {places - len(refused)} of {places} layers"],
             "no cut": [f"behind {name}: {reason}" for reason, name in list(reversed(reasons.items()))[:3]],
             "one layer": _some([f"{name} ({why})" for name, why in self.train.leaves.items()]),
             "left out": [f"{name}, which no stage could put together again" for name in self.train.dropped],

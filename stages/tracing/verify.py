@@ -47,10 +47,8 @@ class TraceCopy:
         ours, theirs = (tensors(root) if unregistered else {} for root in (self.root, model))
         named = (*model.named_parameters(), *model.named_buffers())
         copies = (*self.root.parameters(), *self.root.buffers())
-        self.pairs = [
-            *((name, ours, original) for ours, (name, original) in zip(copies, named, strict=True)),
-            *((name, ours[name], theirs[name]) for name in unregistered),
-        ]
+        self.pairs = [(name, ours, original) for ours, (name, original) in zip(copies, named, strict=True)]
+        self.pairs += [(name, ours[name], theirs[name]) for name in unregistered]
 
     def fresh_copy(self, *, shifted: bool = False) -> nn.Module:
         """A copy that has not run: this one, put back; or a copy of it, where a run leaves traces."""

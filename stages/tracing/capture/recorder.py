@@ -225,11 +225,10 @@ class Recorder(Nodes, TorchFunctionMode):
         """Run what a reentrant checkpoint computes, as it is seen, without computing it again."""
         self.segments += 1
         before, self.segment = self.segment, self.segments
+        # Without an input that has a gradient it gives nobody one.
         graded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         try:
-            with torch.set_grad_enabled(
-                torch.is_grad_enabled() and graded
-            ):  # else it gives nobody a gradient
+            with torch.set_grad_enabled(torch.is_grad_enabled() and graded):
                 return run(*args)
         finally:
             self.segment = before
