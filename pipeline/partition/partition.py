@@ -136,8 +136,8 @@ def partition(
             "vertical_sync"; of ``1f1b`` "double_buffered".
         weights_tier: the tier of a version of the weights that nothing reads right now.
         parameters_tier: that of parameters and their optimizer state while no layer reads them.
-        prefetches: parameters in a tier come ahead of their layer, else one layer's are there at a time; None:
-            as the memory allows.
+        prefetches: parameters in a tier come ahead of their layer, else one layer's at a time; None: as the
+            memory allows.
         by_element: the optimizer updates each element by itself, so that a tier updates in pieces.
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.

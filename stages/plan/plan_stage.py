@@ -84,7 +84,7 @@ class PlanStage:
     leaves ``saved_bytes`` for its backward, of which ``near_bytes`` are the most that layers near each other
     save (None: all), ``bytes_forward`` and ``bytes_backward`` pass the cut behind the stage, unpacked.
 
-    ``ranks``: one rank, or replicas that take its micro-batches in turn; ``shares``: by what weight (0: none),
+    ``ranks``: one, or replicas that take its micro-batches in turn; ``shares``: by what weight (0: none),
     empty where all take as many; ``device``: cpu, cuda (the GPU of its rank) or cuda:1, None for that of its
     rank; ``tier``: where saved tensors wait for their backward (``TIERS``); ``weights_tier``: where a version
     of its weights waits that no instruction reads right now; ``parameters_tier``: where its parameters, their
