@@ -167,8 +167,16 @@ class _Timer:
         gradients = [torch.ones_like(t) for t in roots]
         wanted = [p for layer in layers for p in _parameters_of(layer, parts) if p.requires_grad]
         backward = clock()
-        if roots:
-            _backward(layers[-1], roots, [self.anchor, *wanted], gradients)
+        try:  # a half of a backward, as some schedules run, asks for some gradients only
+            if roots:
+                torch.autograd.grad(roots, [self.anchor, *wanted], gradients, allow_unused=True)
+        except Exception as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise PlanError(
+                f"layer {layers[-1].name} checkpoints with use_reentrant=True, which gives no gradient that "
+                "is asked for by itself; use use_reentrant=False"
+            ) from error
         _write_back(block, given, env, record)
         self.marks.append((begun, (backward, clock()) if roots else None))
         self.zeros |= {number: zero_count(leaf) for number, leaf in made if leaf.numel()}
@@ -195,21 +203,6 @@ def _write_back(
             is_written = any((i, False) in record.values[number].writers for i in block)
             if is_written and isinstance(copied, torch.Tensor):
                 original.detach().copy_(copied.detach())
-
-
-def _backward(
-    layer: Layer, roots: list[torch.Tensor], wanted: list[torch.Tensor], gradients: list[torch.Tensor]
-) -> None:
-    """A layer's backward; a half of one, as some schedules run, asks for some gradients only."""
-    try:
-        torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
-    except Exception as error:
-        if "use_reentrant" in str(error):
-            raise PlanError(
-                f"layer {layer.name} checkpoints with use_reentrant=True, which gives no gradient that "
-                "is asked for by itself; use use_reentrant=False"
-            ) from error
-        raise
 
 
 def _received(item: Any, anchor: torch.Tensor) -> Any:

@@ -79,11 +79,26 @@ def capture(
              if ``shifted``.
              leaf: whether a module is one layer by somebody's choice; ``functions``: those that are.
              written: the buffers that a forward changes.
-    Raises:  PlanError: a run cannot be repeated node by node, and no module around the place can be one
-    layer."""
+    Raises:  PlanError: a run cannot be repeated, and no module around the place can be one layer."""
     runs = _Runs(call, leaf, functions, written)
     applied = applying()  # an eager run has imported by now what the model imports in a forward
-    recorder, spec, dropped, code_reads = runs.record(model, copies, example, applied)
+    # 1. until two runs on other data and weights are the same calls, one module more as one layer each time
+    while True:
+        model_copy, code_reads = copies(), CodeReads(model)
+        recorder = runs.recorder(model_copy, notes=True, applied=applied)
+        try:
+            with code_reads.watching(lambda recorder=recorder: recorder.quiet):
+                spec, dropped = _recorded(recorder, model_copy, call, fresh(example))
+            runs.hold_to_other_data(recorder, copies, example, applied)
+            break
+        except (Different, Unrecordable) as failure:
+            path = _around(model, failure)
+            if not path or len(runs.chosen) == _MOST_LEAVES or path in runs.chosen:
+                raise _unrepeatable(model, failure) from None
+            runs.chosen[path] = failure.what
+            if not isinstance(kind := model.get_submodule(path), _CONTAINERS):
+                runs.kinds[type(kind)] = path
+    # 2. numbers that follow the size of the micro-batch
     samples = call.samples_of(example)
     sizes = (samples + 1, 2 * samples + 1)
     moves, fixed = dict[fx.Node, Any](), ""
@@ -143,33 +158,7 @@ class _Runs:
         _recorded(recorder, model_copy, self.call, inputs)
         return recorder.graph
 
-    def record(
-        self,
-        model: nn.Module,
-        copies: Callable[..., nn.Module],
-        example: Sequence[torch.Tensor],
-        applied: Applied,
-    ) -> tuple[Recorder, TreeSpec, tuple[str, ...], CodeReads]:
-        """Run until two runs on different data and weights are the same calls, with one module more as one
-        layer each time they are not."""
-        while True:
-            model_copy, code_reads = copies(), CodeReads(model)
-            recorder = self.recorder(model_copy, notes=True, applied=applied)
-            try:
-                with code_reads.watching(lambda recorder=recorder: recorder.quiet):
-                    spec, dropped = _recorded(recorder, model_copy, self.call, fresh(example))
-                self._hold_to_other_data(recorder, copies, example, applied)
-            except (Different, Unrecordable) as failure:
-                path = _around(model, failure)
-                if not path or len(self.chosen) == _MOST_LEAVES or path in self.chosen:
-                    raise _unrepeatable(model, failure) from None
-                self.chosen[path] = failure.what
-                if not isinstance(kind := model.get_submodule(path), _CONTAINERS):
-                    self.kinds[type(kind)] = path
-            else:
-                return recorder, spec, dropped, code_reads
-
-    def _hold_to_other_data(
+    def hold_to_other_data(
         self,
         recorder: Recorder,
         copies: Callable[..., nn.Module],
