@@ -90,10 +90,9 @@ Groups = Mapping[tuple[str, ...], Collection[int]]
 def shared(model: nn.Module, traced: Traced, *, written: Collection[str], unread: Collection[int]) -> Groups:
     """The groups of tensors in each other's memory that something writes to: names -> layers that need them.
 
-    An optimizer writes where a trained parameter is first used.
+    An optimizer writes where a trained parameter is first used, a forward to the buffers ``written``.
 
-    Args:    written: the buffers that a forward writes to.
-             unread: the layers that stand for the readers of a registered tensor that none reads.
+    Args:    unread: the layers that stand for the readers of a registered tensor that none reads.
     Raises:  PlanError: a forward writes to the memory of a trained parameter."""
     everything = tensors(model)
     readers = _readers(model, traced)

@@ -2,15 +2,13 @@
 
 Names in a graph hide what decides the bits: one object under two names, two tensors in one storage, a layer
 that writes in place or draws random numbers. A run on a copy of the model shows all of it, and the stages
-hold every micro-batch against this record. A run on the meta device gives shapes and identities of another
-micro-batch size for free.
+hold every micro-batch against it. On the meta device it gives other micro-batch sizes for free.
 
-What the graph proves about gradients stands here too. Behind a ReLU no gradient passes where the output is
-zero, so it needs to travel only where the output is not (mask reuse): the upstream ReLU makes zeros of the
-rest, whatever stands there, NaN included. Only a ReLU, a ReLU6 or a max-pool over one proves that; dropout
-does not (a kept element may be zero with a live gradient, a dropped one gets -0.0). And a gradient surely
-comes back through torch's own layers only: a function of a person may take another way in every run, and a
-backward of his own may return None."""
+Behind a ReLU no gradient passes where the output is zero, so it needs to travel only where the output is not
+(mask reuse): the upstream ReLU makes zeros of the rest, whatever stands there, NaN included. Only a ReLU, a
+ReLU6 or a max-pool over one proves that, and no dropout (a kept element may be zero with a live gradient, a
+dropped one gets -0.0). A gradient surely comes back through torch's own layers only: a person's function may
+take another way in every run, and his backward may return None."""
 
 from __future__ import annotations
 

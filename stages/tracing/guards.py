@@ -2,13 +2,11 @@
 
 A trace runs the forward of a container once and bakes in what it reads there: numbers, lists, objects, which
 module is called; hooks, children and a forward that come later are not in it. Layers run as they are and
-read their own attributes anew, so what is set on those counts at once; of them only the tensors must stay
-who they are. A changed flag (``model.layer1.eval()`` freezes the statistics of a block) is honoured where no
-container's forward read it, and refused elsewhere.
+read their own attributes anew; of them only the tensors must stay who they are. A changed flag
+(``model.layer1.eval()``) is honoured where no container's forward read it, and refused elsewhere.
 
-Only what was read is compared, and always with the trace: a change that was refused once is refused at the
-next step too. A rank may drop the layers of others, so modules are held weakly; one that is gone has nothing
-to say."""
+Only what was read is compared, and always with the trace: a change that was refused once is refused again.
+A rank may drop the layers of others, so modules are held weakly; one that is gone has nothing to say."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Snapshot of a model by path: plain values, containers, objects, tensors, in whatever module.
 
-A forward may change any of it, and a person may between two steps; stages run what was traced, on other
-copies and on other ranks, so a change is found by comparing this before and after. Parts are found breadth
-first, each object once, as deep and as far as ``LIMIT``: what contains comes before what it contains. The
-globals of a file are not seen."""
+Stages run what was traced, on other copies and ranks, so a change by a forward or a person is found by
+comparing this before and after. Parts are found breadth first, each object once, as far as ``LIMIT``: what
+contains comes before what it contains. The globals of a file are not seen."""
 
 from __future__ import annotations
 

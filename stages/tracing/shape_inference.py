@@ -1,11 +1,10 @@
 """Records of other micro-batch sizes: shapes and identities without memory or computation, on the meta
 device (``Shapes``), else recorded anew (``Skeleton``).
 
-A rank that holds only its own layers cannot run the whole network any more, but it must know what every
-stage sends for a micro-batch of any size: identities can depend on it (a contiguous() of one sample does
-nothing). Where the meta device tells a model's shapes otherwise than a real run (attention kernels lay their
-results out otherwise there, experts chosen by value have no shape at all), ``Shapes`` refuses every other
-size."""
+A rank that holds only its own layers must know what every stage sends for a micro-batch of any size, and
+identities can depend on it (a contiguous() of one sample does nothing). Where the meta device tells shapes
+otherwise than a real run (attention kernels lay their results out otherwise there, experts chosen by value
+have no shape at all), ``Shapes`` refuses every other size."""
 
 from __future__ import annotations
 

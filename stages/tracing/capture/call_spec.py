@@ -49,10 +49,7 @@ class Call:
 
     @classmethod
     def of(cls, model: nn.Module, example: Example) -> tuple[Call, tuple[torch.Tensor, ...]]:
-        """The call that ``example`` is one of, and its tensors.
-
-        Raises: PlanError: it is neither a tuple nor a dict, has no tensor, or something that is no plain
-        value."""
+        """The call that ``example`` is one of, and its tensors; PlanError if it is none."""
         if not isinstance(example, tuple | Mapping):
             raise PlanError(
                 "example_inputs is a tuple (by position) or a dict (by name) of what the model takes, found "
@@ -183,9 +180,9 @@ def resized(call: Call, example: Sequence[torch.Tensor], size: int) -> list[torc
 
 
 def other_data(call: Call, example: Sequence[torch.Tensor], *, seed: int = 1) -> list[torch.Tensor]:
-    """Inputs of the same shapes, dtypes, strides and range: every element is one from the same place of some
-    sample of the example, so that what holds for a place in all samples (positions, padding) goes on to
-    hold; a single sample lends from all of its places. Constants stay."""
+    """Inputs like the example: every element is one from the same place of some sample, so that what holds
+    for a place in all samples (positions, padding) goes on to hold; a single sample lends from all of its
+    places. Constants stay."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for tensor, whole in zip(example, call.whole, strict=True):

@@ -32,13 +32,12 @@ _OF_BLOCKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 class Recording:
     """Facts of a recorded run beside its nodes.
 
-    ``spec`` puts the model's outputs together from the flat list that the graph returns. ``constants`` are
-    the tensors that came from outside the run, by the name that they were given. ``fixed``: why the run holds
-    for the example's number of samples only, "" where it holds for any; ``sizes`` are the numbers of samples
-    at which the model was seen to go this way; ``again`` records a copy of the model anew, with the same
-    leaves; ``leaves``: what is one layer beside the modules of torch.nn, and why; ``dropped``: outputs that
-    are left out; ``reads`` is what the run itself read, outside of its layers (``Reads.found``): what nobody
-    read may change; ``guards``: what its code read of files and functions around it."""
+    ``spec`` puts the model's outputs together from the flat list that the graph returns. ``constants``:
+    tensors from outside the run, by name. ``fixed``: why the run holds for the example's number of samples
+    only, "" where it holds for any; ``sizes``: numbers of samples at which the model was seen to go this way;
+    ``again`` records a copy of the model anew, with the same leaves; ``leaves``: what is one layer beside the
+    modules of torch.nn, and why; ``dropped``: outputs that are left out; ``reads``: what the run read outside
+    of its layers (``Reads.found``); ``guards``: what its code read of files and functions around it."""
 
     spec: TreeSpec
     constants: Mapping[str, torch.Tensor]
@@ -133,11 +132,10 @@ def capture(
 
 @dataclasses.dataclass(slots=True)
 class _Runs:
-    """State that the runs of one model share: which modules are one layer.
+    """State that the runs of one model share, and a graph keeps for later runs: no model stands in here.
 
-    A graph keeps it for later runs, so no model stands in here. ``chosen``: modules that became one layer
-    because of what they do, by path, and why; ``kinds``: classes, all of whose modules then are like the one
-    at a path; ``seed``: of the other data."""
+    ``chosen``: modules that became one layer because of what they do, by path, and why; ``kinds``: classes,
+    all of whose modules then are like the one at a path; ``seed``: of the other data."""
 
     call: Call
     leaf: Callable[[str, nn.Module], bool]
