@@ -55,33 +55,31 @@ def _named_cuts(profile: Profile, cuts: Sequence[str]) -> list[int]:
 
 
 def _position(profile: Profile, name: str) -> int:
-    index = _last_layer(profile, name)
-    layer = profile.layers[index].name
-    if index == len(profile.layers) - 1:
+    # 1. the last layer of that name, or of that module
+    names = [layer.name for layer in profile.layers]
+    inside = [i for i, layer in enumerate(profile.layers) if f"{layer.module}.".startswith(f"{name}.")]
+    if name not in names and not (inside and name):
+        parts = (itertools.accumulate(layer.module.split("."), "{}.{}".format) for layer in profile.layers)
+        known = dict.fromkeys([*names, *filter(None, itertools.chain(*parts))])  # of a.b.c: a, a.b, a.b.c
+        close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
+        hint = f"close ones are {', '.join(close)}"
+        hint = hint if close else f"the layers run from {names[0]} to {names[-1]}"
+        raise PlanError(f"a cut is the name of a layer or module, found {name}; {hint}")
+    index = names.index(name) if name in names else inside[-1]
+    # 2. a cut behind it
+    if index == len(names) - 1:
         raise PlanError(
-            f"a cut has a layer behind it, found {name}, which ends with the last layer {layer}; cut earlier"
+            f"a cut has a layer behind it, found {name}, which ends with the last layer {names[index]}; cut "
+            "earlier"
         )
     if index in profile.refused:
         nearest = sorted(_allowed_cuts(profile), key=lambda position: abs(position - 1 - index))[:2]
-        allowed = " or ".join(profile.layers[position - 1].name for position in nearest) or "nowhere"
+        allowed = " or ".join(names[position - 1] for position in nearest) or "nowhere"
         raise PlanError(
-            f"the model cannot be cut behind {layer} ({name}): {profile.refused[index]}; nearest: {allowed}"
+            f"the model cannot be cut behind {names[index]} ({name}): {profile.refused[index]}; nearest: "
+            f"{allowed}"
         )
     return index + 1
-
-
-def _last_layer(profile: Profile, name: str) -> int:
-    names = [layer.name for layer in profile.layers]
-    if name in names:
-        return names.index(name)
-    inside = [i for i, layer in enumerate(profile.layers) if f"{layer.module}.".startswith(f"{name}.")]
-    if inside and name:
-        return inside[-1]
-    parts = (itertools.accumulate(layer.module.split("."), "{}.{}".format) for layer in profile.layers)
-    known = dict.fromkeys([*names, *filter(None, itertools.chain(*parts))])  # of a.b.c: a, a.b, a.b.c
-    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
-    hint = f"close ones are {', '.join(close)}" if close else f"the layers run from {names[0]} to {names[-1]}"
-    raise PlanError(f"a cut is the name of a layer or module, found {name}; {hint}")
 
 
 def partition(

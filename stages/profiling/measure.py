@@ -13,7 +13,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -95,16 +95,6 @@ def _blocks_of(
             refused.setdefault(cut, f"layer {layer.name} does not run apart from {layers[block.start].name}")
         blocks.append(block)
     return blocks, refused
-
-
-def _timed_run(
-    graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device, blocks: Sequence[range]
-) -> Run:
-    parts, timer = parts_of(graph.model_copy, graph.train), _Timer(device, graph)
-    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
-    for block in blocks:
-        timer.run(block, env, parts)
-    return timer.seconds(), {number: count() for number, count in timer.zeros.items()}
 
 
 def _timed_apart(
@@ -241,7 +231,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
     device = device_of(given[0].device if bare else graph.example_inputs[0].device)
     inputs = tuple(x.to(device.torch) for x in given)
     buffers = [memory_of(b).clone() for b in graph.model_copy.buffers()]
-    tied: dict[int, str] = {}
+    runs, tied = list[Run](), dict[int, str]()
     with device.current(), seeded(None, device.generators):
         if bare:
             runs = _timed_apart(graph, inputs, device, repeats)
@@ -249,7 +239,13 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
                 seen, far = observe_step(graph, graph.example_inputs)
         else:
             blocks, tied = _blocks_of(graph, inputs, device)
-            runs = [_timed_run(graph, inputs, device, blocks) for _ in range(repeats)]
+            parts = parts_of(graph.model_copy, graph.train)
+            for _ in range(repeats):
+                timer = _Timer(device, graph)
+                env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
+                for block in blocks:
+                    timer.run(block, env, parts)
+                runs.append((timer.seconds(), {number: count() for number, count in timer.zeros.items()}))
             seen, far = observe_step(graph, fresh(inputs))
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)

@@ -165,8 +165,11 @@ class Skeleton:
     def __init__(self, model: nn.Module) -> None:
         self._has_values = not has_meta(model)
         self._devices = {name: parameter.device for name, parameter in model.named_parameters()}
-        held = [p for p in model.parameters() if self._has_values and _is_made_up(p)]
-        without: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in held}
+        without: dict[int, Any] = {}
+        for p in model.parameters() if self._has_values else ():
+            numbers = p.is_floating_point() or p.is_complex()
+            if type(p) is nn.Parameter and numbers and p.numel() > SMALL:
+                without[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
         self._model = copy.deepcopy(model, without) if self._has_values else on_meta(model)
 
     def graph(
@@ -193,11 +196,6 @@ class Skeleton:
                 parameters[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
         model = copy.deepcopy(self._model, parameters)
         return trace(model, args or kwargs, autocast=autocast, leaves=leaves)
-
-
-def _is_made_up(parameter: torch.Tensor) -> bool:
-    numbers = parameter.is_floating_point() or parameter.is_complex()
-    return type(parameter) is nn.Parameter and numbers and parameter.numel() > SMALL
 
 
 def _made_up(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
