@@ -308,9 +308,8 @@ def _cut(
             )
         return ends, fixed
     if ends is None:
-        needed = with_margin(
-            int(smallest_limit(points, parts=ranks, span=costs.memory, edge=free, grows=grows))
-        )
+        least = smallest_limit(points, parts=ranks, span=costs.memory, edge=free, grows=grows)
+        needed = with_margin(int(least))
         raise TooSmall(
             f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
             f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks",

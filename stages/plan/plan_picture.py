@@ -43,10 +43,8 @@ def figure(stages: Sequence[PlanStage], *, title: str) -> "Figure":
     return made
 
 
-def _write(
-    axes: "Axes", x: float, y: float, text: str, *, size: float = 9, va: str = "center", **style: Any
-) -> None:
-    axes.text(x, y, text, ha="center", va=va, fontsize=size, **style)
+def _write(axes: "Axes", x: float, y: float, text: str, *, size: float = 9, **style: Any) -> None:
+    axes.text(x, y, text, fontsize=size, **{"ha": "center", "va": "center", **style})
 
 
 def _draw_stage(axes: "Axes", number: int, stage: PlanStage, *, shade: str) -> None:

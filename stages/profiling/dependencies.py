@@ -126,9 +126,8 @@ class _Builder:
             if self.has_gradient[number]:
                 gradient = self.add(f"gradient of {value.name}", "gradient", value.producer, value.num_bytes)
                 self.edges += [Edge(BACKWARD, layer, gradient, True) for layer in writers]
-                self.edges += [
-                    Edge(BACKWARD, layer, gradient, False) for layer in users if layer in self.differentiable
-                ]
+                trained = [layer for layer in users if layer in self.differentiable]
+                self.edges += [Edge(BACKWARD, layer, gradient, False) for layer in trained]
 
     def add_saved(self) -> None:
         """A value that was saved leads to the backward of its savers; what is no value has its own vertex."""

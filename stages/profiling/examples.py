@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...compression.errors import PlanError
 from ..plan.plan import Plan
@@ -20,7 +20,7 @@ from ..tracing.tracer import LayerGraph, trace
 _MOST_VALUES = 256
 
 
-def signature_of(call: Call, tensors: Sequence[torch.Tensor]) -> Signature:
+def signature_of(call: Call, tensors: Sequence[Tensor]) -> Signature:
     """Return how a model was called with these tensors."""
     places: Any = [ArgumentPlace(i) for i in range(len(tensors))]
     return Signature(
@@ -75,14 +75,14 @@ def example_of(plan: Plan) -> Example:
     return args or kwargs
 
 
-def with_values(tensor: torch.Tensor) -> torch.Tensor:
+def with_values(tensor: Tensor) -> Tensor:
     """An input of the same kind that has values, if it has none: integers are 0, which any table has."""
     if not tensor.is_meta:
         return tensor
     return _made(tensor.shape, tensor.dtype, (), torch.Generator().manual_seed(0))
 
 
-def _values(tensor: torch.Tensor) -> tuple[int, ...]:
+def _values(tensor: Tensor) -> tuple[int, ...]:
     """Integers or bools in ``tensor`` in ascending order; of many some, the first and the last among them."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
         return ()
@@ -93,7 +93,7 @@ def _values(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _made(
     shape: Sequence[int], dtype: torch.dtype, values: Sequence[int], generator: torch.Generator
-) -> torch.Tensor:
+) -> Tensor:
     if math.prod(shape) * dtype.itemsize > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         raise PlanError(
             f"an input of the shape {list(shape)} is more than the memory of this machine holds; make the "

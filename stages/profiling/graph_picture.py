@@ -62,9 +62,8 @@ def drawing(found: Dependencies, stages: Sequence[int], *, most: int = MOST_BOXE
     for number, key in keys.items():
         sizes[key] = sizes.get(key, 0) + found.data[number].num_bytes
     places = {key: place for place, key in enumerate(sizes)}
-    circles = tuple(
-        Circle(*key, size, key[2] >= 0 and found.data[key[2]].layer < 0) for key, size in sizes.items()
-    )
+    inputs = {number for number, data in enumerate(found.data) if data.layer < 0}
+    circles = tuple(Circle(*key, size, key[2] in inputs) for key, size in sizes.items())
     arrows = [
         Arrow(f"{edge.way} data", places[keys[edge.data]], box_of[edge.layer], edge.enters)
         for edge in found.edges

@@ -60,6 +60,7 @@ def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.nn.Parameter(made, tensor.requires_grad) if trained else made
 
 
+Inputs = tuple[torch.Tensor, ...]
 Run = tuple[list[tuple[float, float]], dict[int, float]]
 """By layer its (forward, backward) seconds, and by value the share of its elements that are zero."""
 
@@ -68,9 +69,7 @@ def _parameters_of(layer: Layer, parts: Parts) -> list[torch.Tensor]:
     return [t for _, t in tensors_read(layer.node, parts) if isinstance(t, torch.nn.Parameter)]
 
 
-def _blocks_of(
-    graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device
-) -> tuple[list[range], dict[int, str]]:
+def _blocks_of(graph: LayerGraph, inputs: Inputs, device: Device) -> tuple[list[range], dict[int, str]]:
     """Find the layers that run together: each by itself, but where it cannot, with the fewest ahead of it.
 
     Returns: ranges of layers, and for a layer's number why the model must not be cut behind it."""
@@ -97,9 +96,7 @@ def _blocks_of(
     return blocks, refused
 
 
-def _timed_apart(
-    graph: LayerGraph, inputs: tuple[torch.Tensor, ...], device: Device, repeats: int
-) -> list[Run]:
+def _timed_apart(graph: LayerGraph, inputs: Inputs, device: Device, repeats: int) -> list[Run]:
     """The same runs of a model without values: all of one layer, which then gives its values up again."""
     env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
     timers, zeros = [_Timer(device, graph) for _ in range(repeats + 1)], dict[int, float]()

@@ -68,11 +68,8 @@ class LayerProfile:
 def sizes_of(layers: Sequence[LayerProfile]) -> dict[str, int]:
     """Bytes of these layers: their parameters, what a micro-batch saves, what of that is left packed, the
     parameters of the layer that has most and of neighbours that do, and the most that near layers save."""
-    sizes = [
-        (x.parameter_bytes, x.saved_bytes, x.saved_bytes if x.packed_bytes is None else x.packed_bytes)
-        for x in layers
-    ]
-    parameters, saved, packed = zip(*sizes, strict=True)
+    parameters, saved = [x.parameter_bytes for x in layers], [x.saved_bytes for x in layers]
+    packed = [x.saved_bytes if x.packed_bytes is None else x.packed_bytes for x in layers]
     return {
         "parameters": sum(parameters),
         "saved": sum(saved),

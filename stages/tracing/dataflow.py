@@ -443,9 +443,8 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
     if tensor is None:
         refused = f"a Python value of type {type(leaf).__name__} ({recorder.names[number]}) would cross it"
     elif not travels(tensor):
-        refused = (
-            f"the tensor {recorder.names[number]}, whose elements overlap or lie far apart, would cross it"
-        )
+        name = recorder.names[number]
+        refused = f"the tensor {name}, whose elements overlap or lie far apart, would cross it"
     return Value(
         name=recorder.names[number],
         producer=recorder.producers[number],

@@ -196,9 +196,7 @@ def call_of(
     def look(argument: fx.Node) -> Any:
         return parts.tensors[str(argument.target)] if "local" in argument.meta else env[argument]
 
-    args: Sequence[Any] = [
-        look(one) if type(one) is fx.Node else mapped(one, fx.Node, look) for one in node.args
-    ]
+    args: Sequence[Any] = [look(x) if type(x) is fx.Node else mapped(x, fx.Node, look) for x in node.args]
     kwargs = mapped(node.kwargs, fx.Node, look) if node.kwargs else {}
     if layer.moves:
         args, kwargs = at_size(args, samples), at_size(kwargs, samples)

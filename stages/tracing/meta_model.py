@@ -38,10 +38,9 @@ def on_meta(model: nn.Module) -> nn.Module:
     known: dict[int, torch.Tensor] = {}
     for tensor in held_tensors(model):
         if type(tensor) in (nn.Parameter, torch.Tensor):
-            without = tensor.detach().to("meta")
-            known[id(tensor)] = (
-                nn.Parameter(without, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else without
-            )
+            without = known[id(tensor)] = tensor.detach().to("meta")
+            if isinstance(tensor, nn.Parameter):
+                known[id(tensor)] = nn.Parameter(without, tensor.requires_grad)
     return copy.deepcopy(model, known).to("meta")  # type: ignore[arg-type]
 
 

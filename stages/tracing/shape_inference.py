@@ -43,9 +43,8 @@ class Shapes:
         self.example, self.autocast = _key(graph.example_inputs), graph.autocast
         self.roots = {"train": on_meta(graph.model_copy), "eval": on_meta(graph.model_copy).eval()}
         self.known: dict[tuple[str, object], Probe] = {}
-        self.differences = {
-            mode: traced.fixed or self._difference(mode) for mode, traced in self.traced.items()
-        }
+        modes = self.traced.items()
+        self.differences = {mode: traced.fixed or self._difference(mode) for mode, traced in modes}
 
     def probe(self, mode: str, inputs: Sequence[torch.Tensor]) -> Probe:
         """The record of ``mode`` ("train" or "eval") for inputs of these shapes.

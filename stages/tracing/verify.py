@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from .aliases import memory_of
 from .capture.call_spec import Call, fresh, other_data
 from .meta_model import needs_values, without_values
 from .object_snapshot import Facts, change, contents, tensors
+
+Seen = dict[str, torch.Tensor | None]
 
 
 def _move(weight: torch.Tensor) -> None:
@@ -143,9 +145,7 @@ def undrawn() -> Iterator[None]:
             )
 
 
-def observe(
-    run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]
-) -> dict[str, torch.Tensor | None]:
+def observe(run: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]) -> Seen:
     """Outputs, gradients, parameters and buffers of one forward and backward from a fixed random state.
 
     Raises: PlanError: the backward writes to a buffer."""
@@ -153,7 +153,7 @@ def observe(
         generator.manual_seed(0)
     model.zero_grad()
     outputs = tensors_in(run(*fresh(inputs)))
-    seen: dict[str, torch.Tensor | None] = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+    seen: Seen = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
     # Without grad mode a view of a parameter still says that it requires a gradient.
     roots = [t for t in outputs if t.requires_grad and torch.is_grad_enabled()]
     weights = [torch.linspace(-1, 1, t.numel(), dtype=torch.float64).reshape(t.shape).to(t) for t in roots]
@@ -173,9 +173,7 @@ def observe(
     return seen
 
 
-def refuse_difference(
-    expected: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], *, mode: str
-) -> None:
+def refuse_difference(expected: Seen, found: Seen, *, mode: str) -> None:
     """Raise PlanError unless the trace has the model's outputs, gradients and buffers."""
     for name, tensor in expected.items():
         if not same_bits(tensor, found.get(name)):

@@ -199,9 +199,8 @@ def _recorded(
 
 def default_leaf(module: nn.Module) -> bool:
     """Modules of torch.nn are one layer each; containers, and what is a list of blocks, are not."""
-    return type(module).__module__.startswith("torch.nn") and not isinstance(
-        module, (*_CONTAINERS, *_OF_BLOCKS)
-    )
+    is_of_torch = type(module).__module__.startswith("torch.nn")
+    return is_of_torch and not isinstance(module, (*_CONTAINERS, *_OF_BLOCKS))
 
 
 def _around(model: nn.Module, failure: Different | Unrecordable) -> str:

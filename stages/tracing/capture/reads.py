@@ -136,9 +136,8 @@ class Guard:
 
 def same_to_readers(old: object, new: object) -> bool:
     """Return whether any reader takes both for the same: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
-    return old is new or (
-        type(old) is type(new) and is_plain(old) and is_plain(new) and repr(old) == repr(new)
-    )
+    are_plain = type(old) is type(new) and is_plain(old) and is_plain(new)
+    return old is new or (are_plain and repr(old) == repr(new))
 
 
 def changed_fact(before: Facts, after: Facts, name: str = "") -> tuple[str, str, str] | None:
