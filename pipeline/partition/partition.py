@@ -207,10 +207,8 @@ def partition(
         one, laid = schedule_named(schedule, program), stages_on(fixed or range(ranks))
         if several:
             one = replicated(one, ranks_of, shares=weighed, deepens=schedule in DEEPENED)
-            laid = [
-                [stage for stage, own in enumerate(ranks_of) if rank in own]
-                for rank in range(1 + max(map(max, ranks_of)))
-            ]
+            number = 1 + max(map(max, ranks_of))
+            laid = [[s for s, own in enumerate(ranks_of) if rank in own] for rank in range(number)]
         make = functools.partial(one, laid, each)
 
     def there(programs: Programs) -> list[Copies]:

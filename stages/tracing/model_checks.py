@@ -19,14 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from ...compression.errors import PlanError
 from ..device import KINDS
 from ..seeds import TURN
-from ..torch_private import (
-    BUFFERS,
-    FORWARD_PRE_HOOKS,
-    PARAMETERS,
-    is_compiled_in_place,
-    optimized_module,
-    tree_leaves,
-)
+from ..torch_private import FORWARD_PRE_HOOKS, is_compiled_in_place, optimized_module, tree_leaves
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -49,13 +42,12 @@ def _refusals(module: nn.Module) -> Iterator[str]:
         yield "is a TorchScript module, which nobody can look into; give the module it was made of"
     if ".quantized" in type(module).__module__ and type(module).__module__.startswith("torch."):
         yield "is quantised and does not train; train the model in floating point and quantise it afterwards"
-    held = [item for kind in (PARAMETERS, BUFFERS) for item in vars(module)[kind].items()]
-    for name, tensor in held:
-        if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        if tensor.layout is not torch.strided:
             yield f"has a tensor without strides, {name} ({tensor.layout}); hold it dense"
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             yield f"is lazy, its {name} has no shape yet; run the model once on a batch: model(x)"
-        if tensor is not None and tensor.is_inference():
+        if tensor.is_inference():
             yield (
                 f"has a tensor made in inference mode, {name}, which cannot be trained; make the model "
                 "outside torch.inference_mode()"
