@@ -6,7 +6,6 @@ see it at all. Slices that do not overlap, as those of one flat buffer, are as g
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -54,12 +53,9 @@ def overlapping(named: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     before: list[tuple[tuple[str, int], int, int, str]] = []
     for one in sorted(spans):
         before = [other for other in before if other[0] == one[0] and other[2] > one[1]]
-        for *_, other in before:
-            # Columns of a matrix lie between each other; a question that takes long is answered with yes.
-            with contextlib.suppress(numpy.exceptions.TooHardError):
-                if not numpy.shares_memory(places[one[3]], places[other], max_work=1_000_000):
-                    continue
-            edges.append((other, one[3]))
+        # Columns of a matrix lie between each other, and share nothing.
+        shares = (other for *_, other in before if numpy.shares_memory(places[one[3]], places[other]))
+        edges += [(other, one[3]) for other in shares]
         before.append(one)
     if not edges:
         return []

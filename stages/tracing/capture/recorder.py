@@ -215,7 +215,7 @@ class Recorder(Nodes, TorchFunctionMode):
         yield torch.overrides, "has_torch_function", overridden
         yield torch, "initial_seed", self._initial_seed
         yield torch.random, "initial_seed", self._initial_seed
-        wrapped = ((frame, name, frame.get(name)) for frame, name in wrapped_functions())
+        wrapped = [(frame, name, frame[name]) for frame, name in wrapped_functions() if name in frame]
         wanted = {id(function) for function in self.functions}
         named = (one for one in _names() if id(one[2]) in wanted) if wanted else ()
         for frame, name, held in (*(one for one in wrapped if callable(one[2])), *named):
