@@ -115,9 +115,7 @@ HOW = {
 
 @pytest.mark.parametrize(("name", "how"), [(n, h) for n in MODELS for h in HOW if (n, h) != ("scan", "far")])
 def test_batches_of_other_shapes_have_the_bits_of_the_plain_loop(name, how, monkeypatch):
-    monkeypatch.setattr(
-        shape_inference, "SMALL", 0
-    )  # else models as small as these are recorded with their values
+    monkeypatch.setattr(shape_inference, "SMALL", 0)  # else such small models keep their values
     make, data, cuts = MODELS[name]
     settings = {name: value for name, value in HOW[how].items() if not cuts or name != "stages"}
     assert differences(make, data=data(), **settings, **cuts) == []
