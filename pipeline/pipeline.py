@@ -24,10 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compression.errors import PenstockError, PlanError
 from ..stages.device import Device, home_of
-from ..stages.memory.arena import Arena
 from ..stages.memory.byte_budget import NO_OPTIONS, MemoryOptions, Tiers
 from ..stages.memory.disk import ANYWHERE, DiskOptions
 from ..stages.memory.prefetch import MemoryThread
+from ..stages.memory.slots import SlotPool
 from ..stages.memory.stores import StoreOptions
 from ..stages.plan.plan import Plan
 from ..stages.plan.validation import STREAM
@@ -334,7 +334,7 @@ class Pipeline:
         settings = {"named": plan.named_codecs, "world": self.world, "deadline": deadline}
         self.policy = policy_named(plan.codec, extra=extra, **settings)
         gpus = self.agreement.exchange("its GPU", identity_of(device))
-        transport = transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=Arena())
+        transport = transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=SlotPool())
         self.meter, frames = frames_of(
             self.devices, transport, rank=self.rank, stages=self.stages, policy=self.policy
         )

@@ -1,33 +1,84 @@
-"""Slots for what comes back to memory: one allocation, divided by lifetimes.
+"""Slots: one allocation for what comes and goes alike in every step, divided by lifetimes.
 
-A step notes what comes back: how many bytes, and between which layers of the program they are read. The next
-step has a slot for each, into which it is fetched, so that what comes back whole allocates nothing:
+A step notes what comes: how many bytes, and between which points of the step they are there. The next step has
+a slot for each, so that nothing is allocated:
 
     bytes  | slot 2      |
-           |-----+-------|      a slot is taken from when its storage may be fetched until its last
-           | slot 0      | slot 3       reader is done; then the next one begins where it was
-           +-------------+--------> layers of the program
+           |-----+-------|      a slot begins where another one was whose time is over
+           | slot 0      | slot 3
+           +-------------+--------> layers of the program, or what was taken and given
 
-The lifetimes only say where slots lie. One is free as soon as nothing holds the storage that was in it, and
-until then what would lie over it gets memory of its own. So does what is larger than noted; the next step has
-a slot for that, too.
+The lifetimes only say where slots lie. One is free as soon as nothing holds what was in it, and until then
+what would lie over it gets memory of its own. So does what is larger than noted; the next step has a slot for
+that, too.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...compression.buffers import new_bytes
+from ...compression.buffers import Pool, new_bytes, size_class
 from ...compression.errors import CodecError
 from ...compression.frame import ALIGNMENT
-from .arena import Lifetime, max_live, place
+from ..torch_private import memory_id
 from .byte_budget import Tiers
+
+
+class Lifetime(NamedTuple):
+    """Bytes of a step, and when they come and go, ``upper`` exclusive."""
+
+    lower: int
+    upper: int
+    size: int
+
+
+def place(buffers: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Offsets at which no two buffers (lower, upper, size) overlap in time and in place, greedily.
+
+    Each buffer in turn gets the lowest offset that is free as long as it lives: in three orders, of which the
+    best counts. No order is good for all networks, but each of six has one that takes what lives at once.
+    """
+    orders: tuple[Callable[[tuple[int, int, int]], tuple[int, int]], ...] = (
+        lambda one: (-one[2], -one[1]),  # the largest first, of one size those that go last
+        lambda one: (-one[2], one[0]),  # or those that come first
+        lambda one: (-one[1], -one[2]),  # those that go last first
+    )
+    numbers = range(len(buffers))
+    found = [_in_order(buffers, sorted(numbers, key=lambda n, by=by: by(buffers[n]))) for by in orders]
+    return min(found, key=lambda at: max((at[n] + buffers[n][2] for n in numbers), default=0))
+
+
+def _in_order(buffers: Sequence[tuple[int, int, int]], order: Iterable[int]) -> list[int]:
+    length = 1 + sum(upper - lower for lower, upper, _ in buffers) // max(1, len(buffers))
+    offsets, by_time = [0] * len(buffers), defaultdict[int, set[tuple[int, int, int, int]]](set)
+    for index in order:
+        lower, upper, size = buffers[index]
+        times = [by_time[time] for time in range(lower // length, (upper - 1) // length + 1)]
+        start = 0
+        for low, high, first, last in sorted(set[tuple[int, int, int, int]]().union(*times)):
+            if first < upper and lower < last:
+                if low - start >= size:
+                    break
+                start = max(start, high)
+        offsets[index] = start
+        for placed in times:  # a buffer is looked at only by those that live near it
+            placed.add((start, start + size, lower, upper))
+    return offsets
+
+
+def max_live(buffers: Sequence[tuple[int, int, int]]) -> int:
+    """Return the most bytes that are there at once: no placement has fewer."""
+    changes = sorted(change for low, up, size in buffers for change in ((low, size), (up, -size)))
+    return max(itertools.accumulate(change for _, change in changes), default=0)
 
 
 class Slots:
@@ -35,60 +86,121 @@ class Slots:
 
     Attributes: num_fetched: what came back into a slot; num_allocated: what got memory of its own."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        """Start without memory; ``tiers`` know how large the allocation is."""
-        self._tiers, self._lock = tiers, threading.Lock()
-        self._lifetimes: dict[Hashable, Lifetime] = {}
-        self._is_placed = True
-        self._slots: dict[Hashable, tuple[int, int]] = {}
-        self._space: np.ndarray | None = None
-        self._held: list[tuple[StorageWeakRef, int, int]] = []
+    def __init__(self, tiers: Tiers | None = None, *, new: Callable[[int], Tensor] = new_bytes) -> None:
+        """Start without memory; ``tiers`` know how large the allocation is, which ``new`` makes."""
+        self._tiers, self._new, self._lock = tiers or Tiers(), new, threading.Lock()
         self.num_fetched = self.num_allocated = 0
-
-    def place(self) -> None:
-        """A step ended: place the slots anew if it noted something."""
-        with self._lock:
-            if not self._is_placed:
-                self._place()
+        self.clear()
 
     def clear(self) -> None:
         """Forget all that was noted; the allocation goes with the last storage in it."""
         with self._lock:
-            self._lifetimes, self._slots, self._space, self._held = {}, {}, None, []
+            self._lifetimes: dict[Hashable, Lifetime] = {}
             self._is_placed = True
-            self._tiers.slots_bytes = self._tiers.slots_live_bytes = 0
+            self._forget_slots()
 
-    def take(self, key: Hashable, lower: int, upper: int, num_bytes: int) -> Tensor | None:
-        """Return the slot of ``key``, 1-D uint8 in a storage of its own, or None; and take note of it.
+    def _forget_slots(self) -> None:
+        self._slots: dict[Hashable, tuple[int, int]] = {}
+        self._space: np.ndarray | None = None
+        self._held: dict[int, tuple[StorageWeakRef, int, int]] = {}  # the former ones are in nobody's way
+        self._tiers.slots_bytes = self._tiers.slots_live_bytes = 0
 
-        Args:    key: the same in every step; lower, upper: the layers of the program between which its
-                 storage is there, ``upper`` exclusive; num_bytes: of the storage."""
-        size = (-(-num_bytes // ALIGNMENT) + 1) * ALIGNMENT  # it begins anywhere behind a multiple of 64
+    def note(self, key: Hashable, lifetime: Lifetime) -> bool:
+        """Have a slot for ``key`` from the next ``place`` on; False: there is one of that size."""
         with self._lock:
             noted = self._lifetimes.get(key)
-            if noted is None or noted.size < size:
-                self._lifetimes[key], self._is_placed = Lifetime(lower, upper, size), False
+            if noted is not None and noted.size >= lifetime.size:
+                return False
+            lower, upper, size = lifetime
+            if noted is not None:  # other steps have it for another while
+                lower, upper = min(lower, noted.lower), max(upper, noted.upper)
+            self._lifetimes[key], self._is_placed = Lifetime(lower, upper, size), False
+            return True
+
+    def place(self) -> None:
+        """A step ended: place the slots anew if it noted something."""
+        with self._lock:
+            if self._is_placed:
+                return
+            self._is_placed = True
+            self._forget_slots()
+            lifetimes = list(self._lifetimes.values())
+            starts = place(lifetimes)
+            ends = [start + one.size for start, one in zip(starts, lifetimes, strict=True)]
+            try:
+                self._space = self._new(max(ends)).numpy()
+            except CodecError:  # there is no memory for it: each has its own
+                return
+            self._slots = dict(zip(self._lifetimes, zip(starts, ends, strict=True), strict=True))
+            self._tiers.slots_bytes, self._tiers.slots_live_bytes = max(ends), max_live(lifetimes)
+
+    def take(self, key: Hashable, lower: int, upper: int, num_bytes: int) -> Tensor | None:
+        """Return the slot of ``key`` as ``lend``, for a storage of ``num_bytes``; and take note of it.
+
+        Args:    key: the same in every step; lower, upper: the layers of the program between which its
+                 storage is there, ``upper`` exclusive."""
+        size = (-(-num_bytes // ALIGNMENT) + 1) * ALIGNMENT  # it begins anywhere behind a multiple of 64
+        self.note(key, Lifetime(lower, upper, size))
+        return self.lend(key, size)
+
+    def lend(self, key: Hashable, size: int) -> Tensor | None:
+        """Return the slot of ``key``, 1-D uint8 in a storage of its own, or None: there is none that is free."""
+        with self._lock:
             start, end = self._slots.get(key, (0, 0))
-            self._held = [one for one in self._held if not one[0].expired()]
-            if end - start < size or any(low < end and start < high for _, low, high in self._held):
+            for number, (storage, _, _) in list(self._held.items()):
+                if storage.expired():
+                    self._held.pop(number, None)
+            others = list(self._held.values())
+            if end - start < size or any(low < end and start < high for _, low, high in others):
                 self.num_allocated += 1
                 return None
             assert self._space is not None, "there are slots"
             slot = torch.from_numpy(self._space[start:end])
-            self._held.append((StorageWeakRef(slot.untyped_storage()), start, end))
+            self._held[memory_id(slot)] = StorageWeakRef(slot.untyped_storage()), start, end
             self.num_fetched += 1
             return slot
 
-    def _place(self) -> None:
-        lifetimes = list(self._lifetimes.values())
-        starts = place(lifetimes)
-        ends = [start + one.size for start, one in zip(starts, lifetimes, strict=True)]
-        self._space, self._slots, self._held = None, {}, []  # the former allocation is in nobody's way
-        self._is_placed = True
-        self._tiers.slots_bytes = self._tiers.slots_live_bytes = 0
-        try:
-            self._space = new_bytes(max(ends)).numpy()
-        except CodecError:  # there is no memory for it: each has its own
-            return
-        self._slots = dict(zip(self._lifetimes, zip(starts, ends, strict=True), strict=True))
-        self._tiers.slots_bytes, self._tiers.slots_live_bytes = max(ends), max_live(lifetimes)
+    def free(self, slot: Tensor) -> bool:
+        """Take back what ``lend`` lent ahead of its end, without a lock; False: it is none of these."""
+        return self._held.pop(memory_id(slot), None) is not None
+
+
+class SlotPool(Pool):
+    """A pool whose buffers are ``slots``, by their number in a step. One thread takes, any gives."""
+
+    def __init__(self) -> None:
+        """Start without memory: the first step has buffers of its own."""
+        super().__init__()
+        self.slots = Slots(new=self._new)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._numbers, self._clock = itertools.count(), itertools.count()
+        self._taken: dict[int, tuple[int, int, int]] = {}  # by identity: number, time and size
+        self._returned: list[tuple[int, Lifetime]] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Lend a 1-D uint8 tensor of at least ``num_bytes`` bytes at a multiple of 64, not cleared."""
+        size, number = size_class(num_bytes), next(self._numbers)
+        buffer = self.slots.lend(number, size)
+        if buffer is None:
+            buffer = super().take(num_bytes)
+        self._taken[id(buffer)] = number, next(self._clock), size
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Take back what ``take`` lent, itself and not a part of it."""
+        if (taken := self._taken.pop(id(buffer), None)) is not None:
+            number, lower, size = taken
+            self._returned.append((number, Lifetime(lower, next(self._clock), size)))
+        if not self.slots.free(buffer):
+            super().give(buffer)
+
+    def turn(self) -> None:
+        """A step ended: what it took and gave back has slots from now on."""
+        returned = self._returned
+        self._begin()
+        if any([self.slots.note(number, lifetime) for number, lifetime in returned]):
+            self._idle.clear()
+            self._sizes = list(self._lent.values())
+            self.slots.place()

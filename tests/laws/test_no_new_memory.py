@@ -19,7 +19,7 @@ CASES = [
 
 
 def made(case, plan):
-    """Numbers of buffers that each step allocated, and that it planned and did not find free."""
+    """Numbers of buffers that each step allocated, of slots, and of buffers from the third step on that are none."""
     model, batches = build(case.model, case.dtype, case.steps)
     counts, new = [0] * case.steps, Pool._new
     with pytest.MonkeyPatch.context() as patch:
@@ -30,10 +30,13 @@ def made(case, plan):
 
         patch.setattr(Pool, "_new", counted)
         pipe = pipeline_of(case, plan, model)
+        pool: Any = pipe.engine.frames.transport.pool
+        slots, others = pool.slots, 0
         for step, (x, y) in enumerate(batches):  # noqa: B007
             pipe.step(x, y)
-        arena: Any = pipe.engine.frames.transport.pool
-    return counts, arena.num_planned, arena.num_deviating
+            if step == 1:
+                others = slots.num_allocated
+    return counts, slots.num_fetched, slots.num_allocated - others
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
