@@ -1,16 +1,16 @@
 """The device of a rank: the one place that names a kind of device and asks torch what goes with it.
 
-Everything else takes a ``Device`` or a ``torch.device``, or asks here. Computing is queued on a GPU, so what
-lies beside it (packing, copies) is work on streams of its own, handed over by what says when it is done. On a
-CPU everything is done where it is asked for, by the same methods.
+Computing is queued on a GPU, so packing and copies are work on other streams, handed over by what says when
+it is done. On a CPU everything is done where it is asked for, by the same methods.
 """
+# ruff: noqa: D102 (methods of a GPU are those of Device)
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -34,10 +34,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 class Device:
-    """Device of a rank: the CPU, or by the same methods a GPU.
-
-    ``torch`` is what tensors are moved to; ``is_gpu`` says that its memory is not the host's and that work on
-    it is queued: frames are then packed on streams beside the computing."""
+    """Device of a rank: the CPU, or by the same methods a GPU; ``torch`` is what tensors are moved to."""
 
     is_gpu = False
 
@@ -125,15 +122,25 @@ class _CudaStream(Stream):
     def submit(
         self, task: Callable[[], T], *, after: Iterable[Work[Any]] = (), reads: Iterable[Tensor] = ()
     ) -> Work[T]:
-        for other in after:
-            if isinstance(other, _CudaWork):
-                self._stream.wait_event(other.event)
+        self._wait_for(after)
         for tensor in reads:
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             value, event = task(), torch.cuda.Event()
             event.record()
         return _CudaWork(value, event)
+
+    @contextlib.contextmanager
+    def run(self, after: Work[Any] | None = None) -> Iterator[None]:
+        self._wait_for([after])
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()  # so the caller may free what was read, and read what was made
+
+    def _wait_for(self, works: Iterable[Work[Any] | None]) -> None:
+        for work in works:
+            if isinstance(work, _CudaWork):
+                self._stream.wait_event(work.event)
 
 
 class CudaDevice(Device):
@@ -143,7 +150,6 @@ class CudaDevice(Device):
 
     @property
     def identity(self) -> str:
-        """Its number among all that there are."""
         return str(torch.cuda.get_device_properties(self.torch).uuid)
 
     @property
@@ -155,59 +161,52 @@ class CudaDevice(Device):
 
     @property
     def kernels(self) -> Any:
-        """Those in Triton."""
         from ..compression.gpu import frames
 
         return frames
 
+    @property
+    def _computing(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.torch)
+
     def stream(self) -> Stream:
-        """Return a new stream of the GPU."""
         return _CudaStream(self.torch)
 
     def reached(self) -> Work[None]:
-        """Return an event on the stream that computes."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch))
+        event.record(self._computing)
         return _CudaWork(None, event)
 
     def wait_for(self, work: Work[Any]) -> None:
-        """Let the stream that computes wait for the event behind ``work``."""
         if isinstance(work, _CudaWork):
-            torch.cuda.current_stream(self.torch).wait_event(work.event)
+            self._computing.wait_event(work.event)
 
     def use(self, tensor: Tensor) -> None:
-        """Tell the allocator."""
-        tensor.record_stream(torch.cuda.current_stream(self.torch))
+        tensor.record_stream(self._computing)
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Page-locked memory; locking is slow, so keep it."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def now(self) -> torch.cuda.Event:
-        """An event with a time on the stream that computes."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.torch))
+        event.record(self._computing)
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds between two events."""
         return begin.elapsed_time(end) / 1000
 
     def synchronize(self) -> None:
-        """Let this thread wait for all streams of the GPU."""
         torch.cuda.synchronize(self.torch)
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """The block in which "cuda" means this GPU."""
         return torch.cuda.device(self.torch)
 
     def reset_peak(self) -> None:
-        """Begin anew from what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self.torch)
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that torch's allocator has handed out."""
         return torch.cuda.max_memory_allocated(self.torch)
 
 
@@ -220,11 +219,6 @@ def device_of(device: torch.device) -> Device:
     """The one Device of what torch calls so; a GPU without a number is the current one."""
     bare = is_gpu(device) and device.index is None
     return _known(torch.device(GPU, torch.cuda.current_device()) if bare else device)
-
-
-def num_gpus() -> int:
-    """Number of GPUs that torch finds."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def memory_on(gpu: torch.device) -> tuple[str, int, int]:
@@ -258,7 +252,7 @@ def device_named(name: str, *, local_rank: int = 0) -> Device:
     Raises:  ConfigError: the name is not known, or the GPU is not there."""
     if name != AUTO and not is_device(name):
         raise ConfigError(f"device={name} is not known; known are {HOST}, {GPU}, {GPU}:N and {AUTO}")
-    count = 0 if name == HOST else num_gpus()
+    count = torch.cuda.device_count() if name != HOST and torch.cuda.is_available() else 0
     if name == HOST or (name == AUTO and not count):
         return device_of(CPU)
     if not count:
@@ -271,15 +265,6 @@ def device_named(name: str, *, local_rank: int = 0) -> Device:
         known = ", ".join(f"{GPU}:{i}" for i in range(count))
         raise ConfigError(f"device={name} is not on this machine, which has {known}; take one of these")
     return device_of(torch.device(GPU, index))
-
-
-def device_given(given: str | torch.device | Device, *, local_rank: int = 0) -> Device:
-    """Return what a person means by a name, by torch's own device, or by a Device.
-
-    Raises: ConfigError: as ``device_named``."""
-    if isinstance(given, Device):
-        return given
-    return device_named(str(given), local_rank=local_rank)
 
 
 def home_of(model: nn.Module) -> torch.device:

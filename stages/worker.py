@@ -1,10 +1,8 @@
-"""Named threads that do tasks in the order in which they were submitted.
-
-The training thread goes on with the next layer meanwhile; the codecs' kernels run without Python's lock.
-"""
+"""Threads and streams that do tasks in the order in which they were submitted, beside the training thread."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,9 +14,7 @@ T = TypeVar("T")
 
 
 class Work(Generic[T]):
-    """Something that a stream does, and the ``value`` it returns; this one is done.
-
-    ``value`` may be handed to other work behind this one at once, and be read once somebody has waited."""
+    """Work of a stream, and the ``value`` it returns, to be read behind ``wait``; this one is done."""
 
     def __init__(self, value: T) -> None:
         """Work that was done where it was submitted."""
@@ -44,18 +40,20 @@ class Stream:
         Args:    reads: tensors made where the device computes, whose memory must stay until it is done."""
         return Work(task())
 
+    def run(self, after: Work[Any] | None = None) -> contextlib.AbstractContextManager[None]:
+        """The block that runs on this stream, behind ``after``; at the end of the block its work is done."""
+        return contextlib.nullcontext()
+
 
 Task = Callable[[], None]
 
 
 class Worker:
-    """Threads that start with the first tasks and end when they were idle for a while, or by ``close``.
-
-    A backward may come long after its forward, or never: nobody would be there to end a thread that waits.
-    """
+    """Threads that start with the first tasks and end when they were idle for a while, or by ``close``: a
+    backward may come long after its forward, or never, and nobody would end a thread that waits."""
 
     def __init__(self, name: str, *, depth: int = 8, num_threads: int = 1, idle_seconds: float = 0.1) -> None:
-        """At most ``depth`` tasks wait; what they are about is still held, so the queue bounds memory too."""
+        """At most ``depth`` tasks wait; what they hold is in memory, so the queue bounds that, too."""
         self.name, self._depth, self._num_threads, self._idle_seconds = name, depth, num_threads, idle_seconds
         self._changed = threading.Condition()
         self._urgent, self._tasks = deque[Task](), deque[Task]()

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...compression.errors import ConfigError, PlanError
 from ...compression.names import GPU
-from ...stages.device import Device, device_given, device_named, device_of, home_of, is_gpu, memory_on
+from ...stages.device import Device, device_named, device_of, home_of, is_gpu, memory_on
 from ...stages.plan.plan import Plan
 from ...stages.safetensors_io import WeightsFile
 from ...stages.seeds import layer_seed, seeded
@@ -40,7 +40,7 @@ def rank_device(model: nn.Module, world: World, given: Given) -> Device:
     ours = world.device if world.has_device else None
     if given is None:
         return ours or device_of(home_of(model))
-    device = device_given(given, local_rank=_number(world))
+    device = given if isinstance(given, Device) else device_named(str(given), local_rank=_number(world))
     if ours is not None and ours.torch != device.torch:
         raise PlanError(
             f"a rank computes on one device, found device={device.torch} and a World on {ours.torch}; give "

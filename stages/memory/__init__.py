@@ -13,6 +13,5 @@ micro-batch has gone on, and when it is wanted back. Imports go up this list onl
     saved_storage.py                                        one storage and its states
     stores.py  disk.py                                      the tiers
     byte_budget.py                                          bytes by tier, and their limits
-    slots.py                                                slots by lifetimes: for what comes back, for frames
-    copy_stream.py                                          the stream of copies on a GPU
+    slots.py                                                slots by lifetimes
 """

@@ -1,4 +1,4 @@
-"""Packs saved storages into a store and brings them back: what stages and ``penstock.offload`` share.
+"""Packs saved storages into a store and brings them back, for stages and ``penstock.offload``.
 
 Three threads, so that a slow store stops neither packing nor what comes back:
 
@@ -7,9 +7,8 @@ Three threads, so that a slow store stops neither packing nor what comes back:
                   -> reading thread <--------------- store
                      get and decode
 
-What does not shrink is left where it is, without a copy. The layers that saved a storage are those whose
-backwards read it, so its form may leave out what these do not read. Each form is lossless for them, and off
-wherever the layers do not prove it:
+What does not shrink is left where it is. The layers that saved a storage are those whose backwards read it,
+so its form may leave out what these do not read:
 
     saved by ReLU (its result) and max-pools (their input, for its shape)    one bit per element
     saved by max-pools alone                                                 nothing
@@ -38,11 +37,10 @@ from ...compression.codec import CODECS, buffer_bytes, decode, encode, pack_into
 from ...compression.errors import CodecError
 from ...compression.frame import read_header
 from ...compression.names import AUTO
-from ..device import is_gpu
+from ..device import device_of
 from ..tracing.dataflow import is_unmodified
 from ..tracing.layers import Layer
-from ..worker import Worker
-from .copy_stream import CopyStream, CudaCopyStream
+from ..worker import Stream, Worker
 from .saved_storage import (
     Bytes,
     SavedStorage,
@@ -73,12 +71,11 @@ class Compact(NamedTuple):
     expand: Callable[[Tensor, Space], Bytes]
 
 
+@dataclasses.dataclass(frozen=True)
 class LayerAwareCompressor:
     """Chooses a compact form by layers; ``modules`` are those that the stage's layers call, by their path."""
 
-    def __init__(self, modules: Modules) -> None:
-        """Nothing is looked up before a layer saves something."""
-        self._modules = modules
+    modules: Modules
 
     def kind(self, layer: Layer | None) -> str:
         """``"relu"``, ``"pool"``, ``"dropout"``, or "" where a layer proves nothing."""
@@ -86,37 +83,31 @@ class LayerAwareCompressor:
             return ""
         if layer.node.op != "call_module":
             return _KINDS.get(layer.node.target, "")
-        module = self._modules[str(layer.node.target)]
+        module = self.modules[str(layer.node.target)]
         return _KINDS.get(type(module), "") if is_unmodified(module) else ""
 
     def compress(self, flat: Tensor, views: Sequence[TensorView]) -> Compact | None:
         """Return a compact form of the storage ``flat``, in the dtype of its first view, or None."""
         kinds = {self.kind(view.layer) for view in views}
-        if not flat.is_cpu or not flat.numel() or {view.dtype for view in views} != {flat.dtype}:
+        is_one_dtype = {view.dtype for view in views} == {flat.dtype}
+        if not (flat.is_cpu and flat.numel() and is_one_dtype and flat.is_floating_point()):
             return None
-        if not flat.is_floating_point():
-            return None
-        if kinds == {"pool"}:
-            return shape_alone(flat)
+        if kinds == {"pool"}:  # a max-pool's backward goes by its indices, and reads no value of its input
+            expand = functools.partial(_zeros, flat.nbytes, flat.data_ptr() % 64)
+            return Compact(flat[:0].view(torch.uint8), expand)
         if "relu" in kinds and kinds <= {"relu", "pool"}:
             return signs(flat)
         return two_words(flat) if kinds == {"dropout"} else None
 
 
 def signs(flat: Tensor) -> Compact:
-    """One bit per element: whether ReLU's backward lets the gradient through: not (x <= 0), so NaN does.
-
-    It comes back as 1.0 for every set bit, 0.0 for the others."""
+    """One bit per element, which comes back as 1.0 or 0.0: whether ReLU's backward lets the gradient through:
+    not (x <= 0), so NaN does."""
     return _bitmap((flat <= 0).logical_not_(), flat, flat.new_tensor(0), flat.new_tensor(1))
 
 
-def shape_alone(flat: Tensor) -> Compact:
-    """Nothing: a max-pool's backward goes by its indices, and reads no value of its input."""
-    return Compact(flat[:0].view(torch.uint8), functools.partial(_zeros, flat.nbytes, flat.data_ptr() % 64))
-
-
-def _zeros(num_bytes: int, address: int, nothing: Tensor, space: Space) -> Bytes:
-    """Return zeros, in pages that the system gives out when they are first touched: never."""
+def _zeros(num_bytes: int, address: int, _: Tensor, space: Space) -> Bytes:
+    # in pages that the system gives out when they are first touched: never
     storage = torch.zeros(num_bytes + 64, dtype=torch.uint8).untyped_storage()
     return Bytes(storage, (address - storage.data_ptr()) % 64)
 
@@ -157,13 +148,10 @@ Compress = Callable[[Tensor, Sequence[TensorView]], Compact | None]
 
 
 class WireFrame(NamedTuple):
-    """A frame that was made of a tensor to be sent, and the storage and view of that tensor.
-
-    The storage is known by a reference that keeps its identity: an address is given to another storage as
-    soon as its own is freed."""
+    """A frame that was made of a tensor to be sent, and the storage and view of that tensor."""
 
     frame: Frame
-    storage: StorageWeakRef
+    storage: StorageWeakRef  # which keeps its identity
     view: TensorView
 
     @classmethod
@@ -214,16 +202,17 @@ class SavedTensorPacker:
         self.store, self.codec, self._pool, self._num_ahead = store, codec, pool, num_ahead
         self.packing, self.io = Worker("penstock-memory-packing"), Worker("penstock-memory-io")
         self.reading = Worker("penstock-memory-reading", depth=64)
+        self._workers = self.packing, self.io, self.reading
         self.packed: Callable[[], None] = lambda: None  # called when a storage was packed
-        self._streams: dict[torch.device, CopyStream] = {}
+        self._streams: dict[torch.device, Stream] = {}
         self._unpooled, self._counting = UnpooledBuffers(), threading.Lock()
         self._scratch = self._unpooled.take(0)  # of the packing thread
         self.counts = SavedCounts()
 
-    def stream(self, device: torch.device) -> CopyStream:
+    def stream(self, device: torch.device) -> Stream:
         """Return the stream on which tensors of ``device`` are packed and unpacked."""
         if device not in self._streams:
-            self._streams[device] = CudaCopyStream(device) if is_gpu(device) else CopyStream()
+            self._streams[device] = device_of(device).stream()
         return self._streams[device]
 
     def queue(
@@ -248,12 +237,11 @@ class SavedTensorPacker:
             if self.reading.has_room and before.transition("loading", only_from="offloaded"):
                 self.bring([weakref.ref(before)])
             before = before.previous()
-        if storage.state in ("resident", "evicting"):
-            return writes.counted(storage.read(number))
-        began = time.perf_counter()
-        found = storage.read(number)
-        self.counts.exposed_seconds += time.perf_counter() - began
-        return writes.counted(found)
+        is_resident, began = storage.state in ("resident", "evicting"), time.perf_counter()
+        tensor = storage.read(number)
+        if not is_resident:
+            self.counts.exposed_seconds += time.perf_counter() - began
+        return writes.counted(tensor)
 
     def bring(self, storages: Sequence[weakref.ref[SavedStorage]]) -> None:
         """Bring back ``storages``, which are on their way now: the store begins with all of them at once."""
@@ -262,25 +250,22 @@ class SavedTensorPacker:
                 with storage.stream.run():
                     self.store.fetch(storage.key)
         if storages:
-            self.reading.submit(functools.partial(_bring_fetched, storages))
+            self.reading.submit(functools.partial(_bring, storages))
 
     def drain(self) -> None:
         """Wait until all has left or come that was to; raises what a thread raised."""
-        self.packing.drain()
-        self.io.drain()
-        self.reading.drain()
+        for worker in self._workers:
+            worker.drain()
 
     def check(self) -> None:
         """Raise again what a thread raised."""
-        self.packing.check()
-        self.io.check()
-        self.reading.check()
+        for worker in self._workers:
+            worker.check()
 
     def close(self) -> None:
         """Do what is queued and end the threads."""
-        self.packing.close()
-        self.io.close()
-        self.reading.close()
+        for worker in self._workers:
+            worker.close()
         self._scratch = self._unpooled.take(0)
 
     def _pack_next(self, *what: Any) -> None:
@@ -293,30 +278,33 @@ class SavedTensorPacker:
             self.packed()
 
     def _pack(self, reference: weakref.ref[SavedStorage], wire: WireFrame | None, compress: Compress) -> None:
+        # 1. the frame: one of the wire, or one that is made here
         storage = reference()
         flat = None if storage is None else storage.flat()
-        if wire is not None and flat is None:
-            wire = wire.frame.release()
-        if storage is None:
-            return
-        frame, unpack = None, functools.partial(_as_it_was, 0)
+        if storage is None or flat is None:
+            if wire is not None:
+                wire.frame.release()
+            return self._keep(storage)
         if wire is not None:
             frame, unpack = wire.frame, functools.partial(_as_it_was, wire.view.start)
-        elif flat is not None:
+        else:
             with storage.stream.run(storage.event):
                 compact = compress(flat, storage.views)
                 frame = self._frame(storage, flat if compact is None else compact.tensor)
-                if compact is not None:
-                    unpack = functools.partial(_expanded, compact.expand)
-            self.counts.num_packs += frame is not None
-        if frame is not None:
-            key, num_bytes = storage.key, frame.num_bytes
-            if num_bytes <= storage.num_bytes // WORTH:
-                admitted = self.store.admit(key, num_bytes)
-            else:
-                admitted = self.store.admit_dense(key, num_bytes, storage.device)
-            frame = frame if admitted else frame.release()
-        if frame is None:
+            unpack = functools.partial(_as_it_was, 0)
+            if compact is not None:
+                unpack = functools.partial(_expanded, compact.expand)
+            if frame is None:
+                return self._keep(storage)
+            self.counts.num_packs += 1
+        # 2. its place in the store
+        key, num_bytes = storage.key, frame.num_bytes
+        if num_bytes <= storage.num_bytes // WORTH:
+            admitted = self.store.admit(key, num_bytes)
+        else:
+            admitted = self.store.admit_dense(key, num_bytes, storage.device)
+        if not admitted:
+            frame.release()
             return self._keep(storage)
         self.io.submit(functools.partial(self._put, storage, frame, unpack))
 
@@ -334,9 +322,8 @@ class SavedTensorPacker:
         if not storage.stored(functools.partial(self._load, storage.key, storage.stream, unpack)):
             self.store.drop(storage.key)
 
-    def _load(self, key: object, stream: CopyStream, unpack: Unpack, space: Space) -> Bytes:
-        """Decode the frame of a storage; the store keeps it, so that a graph can be walked once more."""
-        with stream.run():
+    def _load(self, key: object, stream: Stream, unpack: Unpack, space: Space) -> Bytes:
+        with stream.run():  # the store keeps the frame, so that a graph can be walked once more
             frame = self.store.get(key)
             with self._counting:
                 self.counts.num_unpacks += 1
@@ -351,8 +338,8 @@ class SavedTensorPacker:
 
     def _frame(self, storage: SavedStorage, flat: Tensor) -> Frame | None:
         """Return the frame of ``flat``, all of ``storage`` or its compact form, if it is worth it."""
-        codec, far = self.codec, self.store.offloads_from(storage.device)
-        most = storage.num_bytes * 2 if far else storage.num_bytes // WORTH
+        codec, offloads = self.codec, self.store.offloads_from(storage.device)
+        most = storage.num_bytes * 2 if offloads else storage.num_bytes // WORTH
         if flat.dtype is torch.bool:  # a view of other bytes, perhaps, and a decoded bool is 0 or 1
             flat = flat.view(torch.uint8)
         if not (flat.is_floating_point() or flat.is_complex() or codec == "raw"):
@@ -383,7 +370,6 @@ def _as_it_was(start: int, frame: Tensor, space: Space) -> Bytes:
 
 
 def _expanded(expand: Callable[[Tensor, Space], Bytes], frame: Tensor, space: Space) -> Bytes:
-    """Decode the frame of a compact form."""
     return expand(_decoded(frame), space)
 
 
@@ -393,8 +379,7 @@ def _decoded(frame: Tensor, memory: Tensor | None = None) -> Tensor:
     return tensor
 
 
-def _bring_fetched(references: Sequence[weakref.ref[SavedStorage]]) -> None:
-    for reference in references:
-        storage = reference()
-        if storage is not None:
-            storage.bring(fetched_only=True)
+def _bring(storages: Sequence[weakref.ref[SavedStorage]]) -> None:
+    for reference in storages:
+        if (storage := reference()) is not None:
+            storage.bring()

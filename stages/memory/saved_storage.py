@@ -1,7 +1,5 @@
-"""One storage between its forward and its backward: where its bytes are, and who may change that.
-
-A storage leaves once, as one frame, and all saved tensors that shared it share it again when it is back.
-"""
+"""One storage between its forward and its backward: it leaves once, as one frame, and all saved tensors that
+shared it share it again when it is back."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...compression.errors import StageError
 from ...compression.frame import ALIGNMENT, DTYPE_NUMBERS
 from ...compression.geometry import geometry
-from ..device import CPU, KINDS
+from ..device import CPU, KINDS, device_of
 from ..torch_private import (
     is_zero_tensor,
     num_storage_holders,
@@ -25,18 +23,16 @@ from ..torch_private import (
     version_of,
 )
 from ..tracing.layers import Layer
+from ..worker import Stream
 from .byte_budget import Tiers
-from .copy_stream import CopyStream
 
 
 class Bytes(NamedTuple):
-    """Bytes of a saved storage: byte 0 is at ``origin`` in ``storage`` (may be negative).
-
-    ``in_slot``: of ``Slots``, which counts them."""
+    """Bytes of a saved storage."""
 
     storage: torch.UntypedStorage
-    origin: int
-    in_slot: bool = False
+    origin: int  # of byte 0 in ``storage``, may be negative
+    in_slot: bool = False  # of ``Slots``, which counts them
 
 
 Space = Callable[[], Tensor | None]
@@ -67,18 +63,17 @@ class TensorView(NamedTuple):
         """Byte of the storage behind its last element."""
         return self.start + self.num_bytes
 
-    def over(self, found: Bytes) -> Tensor:
-        """Return the tensor over ``found``.
-
-        Raises: StageError: that storage was cut short since; torch would make it longer without a word."""
-        if found.origin + self.end > found.storage.nbytes():
+    def over(self, memory: Bytes) -> Tensor:
+        """Return the tensor over ``memory``; StageError if that was cut short: torch would make it longer."""
+        storage, origin, _ = memory
+        if origin + self.end > storage.nbytes():
             raise StageError(
                 "what the forward saved must keep its memory until its backward, found a storage of "
-                f"{self.end} bytes or more that was resized to {found.storage.nbytes()}; do not free what a "
+                f"{self.end} bytes or more that was resized to {storage.nbytes()}; do not free what a "
                 "layer saved"
             )
-        first = (found.origin + self.start) // self.dtype.itemsize
-        return empty(self.dtype, found.storage.device).set_(found.storage, first, self.size, self.stride)
+        first = (origin + self.start) // self.dtype.itemsize
+        return empty(self.dtype, storage.device).set_(storage, first, self.size, self.stride)
 
 
 def view_of(tensor: Tensor, layer: Layer | None = None) -> TensorView:
@@ -187,8 +182,6 @@ class WriteCounter:
 class SavedStorage:
     """The bytes of one storage, and the saved tensors that view it; it lives as long as the graph.
 
-    ``number``: among those that its forward saved; ``space``: takes the memory that is set aside for it.
-
                      offload                        stored
         +-----------------------> evicting -----------------------+
         |                             |                           v
@@ -203,41 +196,37 @@ class SavedStorage:
     resident   the bytes are in memory, and in the store too if they were there before
     evicting   queued for the packer, or on the way; the bytes are still in memory, and may be read
     offloaded  only the store has the bytes
-    loading    wanted back: the I/O thread or the backward brings them, whoever comes first
+    loading    wanted back: a thread or the backward brings them, whoever comes first
 
-    All changes go through ``transition``, under the lock of the storage: the training thread, the packing
-    thread, the I/O thread and autograd's threads share it.
+    The training thread, the packer's and autograd's share it: all changes go through ``transition``.
     """
 
     def __init__(
         self,
         tensor: Tensor,
         *,
-        stream: CopyStream,
+        stream: Stream,
         previous: Callable[[], SavedStorage | None],
         tiers: Tiers | None = None,
     ) -> None:
-        """Begin resident, with the storage of ``tensor``.
+        """Begin resident, with the storage of ``tensor``, which moves on ``stream``.
 
-        Args:    stream: on which it is moved.
-                 previous: gives what was saved before it, while that lives.
+        Args:    previous: gives what was saved before it, while that lives.
                  tiers: count its bytes while they are in memory."""
         storage = tensor.untyped_storage()
         self.key, self.previous, self.stream = object(), previous, stream
-        self.number, self.space = 0, cast("Space", no_space)
+        self.number = 0  # among those that its forward saved
+        self.space = cast("Space", no_space)  # set aside for it
         self.num_bytes, self._pointer = storage.nbytes(), storage.data_ptr()
         self.dtype, self.device = tensor.dtype, tensor.device
         self.original = StorageWeakRef(storage)  # while this lives, its number is not given to another
         self.writes, self.views = WriteCounter(tensor), list[TensorView]()
-        self.event = stream.event()
+        self.event = device_of(self.device).reached()
         self.state: StorageState = "resident"
-        self._lock, self._tiers = threading.RLock(), tiers or Tiers()
-        self._bytes: Bytes | None = None
-        self._counted = 0
+        self._lock, self._tiers, self._counted = threading.RLock(), tiers or Tiers(), 0
         self._has(Bytes(storage, 0))
         self._last = self.original, 0, False  # where the bytes were when they were last in memory
-        self._unread: set[int] = set()
-        self._given_up: set[int] = set()
+        self._unread, self._given_up = set[int](), set[int]()
         self._restore: Restore | None = None  # from the store; None: it was never stored
 
     def add(self, tensor: Tensor, layer: Layer | None) -> int:
@@ -249,10 +238,10 @@ class SavedStorage:
     @property
     def alone(self) -> bool:
         """Return whether nothing but the graph holds the memory: no tensor, no view, no NumPy array."""
-        found = self._bytes
-        if found is None or not found.storage.resizable():  # somebody else's memory
-            return False
-        return num_storage_holders(found.storage) == 1
+        memory = self._bytes  # of which somebody else's is not resizable
+        return (
+            memory is not None and memory.storage.resizable() and num_storage_holders(memory.storage) == 1
+        )
 
     def same_memory(self, storage: torch.UntypedStorage) -> bool:
         """Return whether ``storage``, this one, has the memory that it had: it may be resized."""
@@ -260,16 +249,14 @@ class SavedStorage:
 
     def flat(self) -> Tensor | None:
         """Return the whole storage as one row of elements; None if it is not to leave or got other memory."""
-        found = self._bytes
-        if self.state != "evicting" or found is None or not self.same_memory(found.storage):
+        memory = self._bytes
+        if self.state != "evicting" or memory is None or not self.same_memory(memory.storage):
             return None
         dtype = torch.uint8 if self.num_bytes % self.dtype.itemsize else self.dtype
-        return row_view(self.num_bytes // dtype.itemsize, dtype).over(found)
+        return row_view(self.num_bytes // dtype.itemsize, dtype).over(memory)
 
     def transition(self, state: StorageState, *, only_from: StorageState | None = None) -> bool:
-        """Go to ``state``; with ``only_from`` nothing happens in another state. Returns whether it went.
-
-        Raises:  StageError: there is no such transition."""
+        """Go to ``state``; with ``only_from`` nothing happens in another state. Returns whether it went."""
         with self._lock:
             if only_from not in (None, self.state):
                 return False
@@ -286,29 +273,26 @@ class SavedStorage:
             return True
 
     def stored(self, restore: Restore) -> bool:
-        """The store has its frame: evicting -> offloaded; if it was wanted meanwhile, it stays resident.
+        """The store has its frame, which ``restore`` brings back; if it was wanted meanwhile, it stays.
 
-        Args:    restore: brings the bytes back, into memory that was set aside, where there is some.
         Returns: whether the frame is of use; not if the storage was dropped meanwhile."""
         with self._lock:
             self.transition("offloaded", only_from="evicting")
             self._restore = restore
             return self.state != "dropped"
 
-    def bring(self, *, fetched_only: bool = False) -> None:
-        """Have the bytes in memory; ``fetched_only``: not if it was read and let go since ``fetch``."""
+    def bring(self) -> None:
+        """Have the bytes in memory, unless they were read and let go of since ``loading`` began."""
         with self._lock:
-            if self.state == "loading" or not fetched_only:
+            if self.state == "loading":
                 self._bring()
 
     def read(self, number: int) -> Tensor:
-        """Return the saved tensor ``number``; the bytes go again when every view was read once.
-
-        Raises:  StageError: it was dropped."""
+        """Return the saved tensor ``number``; the bytes go again when every view was read once."""
         with self._lock:
             tensor = self.views[number].over(self._bring())
             self._was_read(number)
-        self.stream.record(tensor)
+        device_of(self.device).use(tensor)
         return tensor
 
     def give_up(self, number: int) -> None:
@@ -323,10 +307,10 @@ class SavedStorage:
         self._tiers.leaving.add(-self.num_bytes * (self.state == "evicting"))
         self._has(None)
 
-    def _has(self, found: Bytes | None) -> None:
+    def _has(self, memory: Bytes | None) -> None:
         """Have these bytes in memory, or none; counted."""
-        before, self._bytes = self._counted, found
-        self._counted = 0 if found is None or found.in_slot else self.num_bytes
+        before, self._bytes = self._counted, memory
+        self._counted = 0 if memory is None or memory.in_slot else self.num_bytes
         self._tiers.device.add(self._counted - before)
 
     def _was_read(self, number: int) -> None:
@@ -339,18 +323,13 @@ class SavedStorage:
     def _bring(self) -> Bytes:
         if self.state == "dropped":
             raise StageError("a micro-batch has one backward, its saved tensors were dropped after it")
-        found = self._bytes
-        if found is None:
+        if (memory := self._bytes) is None:
             self.transition("loading", only_from="offloaded")
             assert self._restore is not None, "what is offloaded was stored"
-            found = self._still_there() or self._restore(self.space)
-            self._has(found)
-            self._last = StorageWeakRef(found.storage), found.origin, found.in_slot
+            reference, origin, in_slot = self._last
+            storage = storage_behind(reference)  # somebody may still hold the bytes
+            memory = self._restore(self.space) if storage is None else Bytes(storage, origin, in_slot)
+            self._has(memory)
+            self._last = StorageWeakRef(memory.storage), memory.origin, memory.in_slot
             self.transition("resident")
-        return found
-
-    def _still_there(self) -> Bytes | None:
-        """Return the bytes as they were last in memory, if anybody still holds them."""
-        reference, origin, in_slot = self._last
-        storage = storage_behind(reference)
-        return None if storage is None else Bytes(storage, origin, in_slot)
+        return memory

@@ -1,12 +1,10 @@
-"""The hooks on what autograd saves: which tensors may leave, and which storage each of them belongs to.
-
-Hooks see everything that is saved, weights and scalars too; what pays is a storage of some size that the
-forward made. In doubt a tensor passes through, which is always right.
-"""
+"""The hooks on what autograd saves, weights and scalars too: what pays is a storage of some size that the
+forward made. In doubt a tensor passes through, which is always right."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import threading
@@ -72,13 +70,15 @@ class ParameterFilter:
         if self._offloaded is not None and self._offloaded.holds(tensor):
             return True
         base = base_of(tensor)
-        if base.is_leaf and base.requires_grad:
-            return True
-        if memory_id(tensor) in self._storages:
+        if (base.is_leaf and base.requires_grad) or memory_id(tensor) in self._storages:
             return True
         if base.is_leaf:  # autocast casts frozen weights outside the graph
             return tensor.dtype in (torch.bfloat16, torch.float16) and tuple(base.shape) in self._shapes
-        return _comes_from_leaf(tensor)
+        # a cast or view of a leaf: autocast saves its own copies of the weights
+        function = tensor.grad_fn
+        while function is not None and function.name() in _PASSED_ON:
+            function = function.next_functions[0][0]
+        return function is not None and function.name() == "torch::autograd::AccumulateGrad"
 
     def untouched(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what autograd keeps for a tensor that passes through: the call that gives it back."""
@@ -86,19 +86,6 @@ class ParameterFilter:
             if not (tensor.is_conj() or tensor.is_neg()):
                 return self._offloaded.saved(tensor)
         return _untouched(tensor)
-
-
-def _comes_from_leaf(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a cast or view of a leaf: autocast saves its own copies of the weights."""
-    function = tensor.grad_fn
-    while function is not None and function.name() in _PASSED_ON:
-        function = function.next_functions[0][0]
-    return function is not None and function.name() == "torch::autograd::AccumulateGrad"
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is nothing but a part of its storage, on a device that we pack on."""
-    return type(tensor) is Tensor and not is_functorch_wrapped(tensor) and is_elements(tensor)
 
 
 class SavedTensorHooks:
@@ -131,49 +118,43 @@ class SavedTensorHooks:
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what autograd keeps in the place of ``tensor``: the call that gives it back."""
-        if not _is_plain(tensor) or self._parameters.holds(tensor):
+        is_plain = type(tensor) is Tensor and not is_functorch_wrapped(tensor) and is_elements(tensor)
+        if not is_plain or self._parameters.holds(tensor):
             return self._parameters.untouched(tensor)
-        storage = tensor.untyped_storage()
+        memory = tensor.untyped_storage()
         with self._lock:
-            found = self._storages.get(memory_id(storage))
-            if found is not None and found.same_memory(storage) and found.writes.counts(tensor):
-                return self._added(found, tensor)
-            num_bytes = storage.nbytes()
+            storage = self._storages.get(memory_id(memory))
+            if storage is not None and storage.same_memory(memory) and storage.writes.counts(tensor):
+                return SavedRead(self._read, storage, storage.add(tensor, self.layer), WriteCounter(tensor))
+            num_bytes = memory.nbytes()
             if num_bytes < self._min_bytes or view_of(tensor).num_bytes * _PART < num_bytes:
                 return _untouched(tensor)
-            stream = self._packer.stream(tensor.device)
-            found = SavedStorage(tensor, stream=stream, previous=self._latest, tiers=self._packer.store.tiers)
-            read = self._added(found, tensor)
-            self._storages[memory_id(storage)], self._latest = found, weakref.ref(found)
-        self._took(found)
+            stream, tiers = self._packer.stream(tensor.device), self._packer.store.tiers
+            storage = SavedStorage(tensor, stream=stream, previous=self._latest, tiers=tiers)
+            read = SavedRead(self._read, storage, storage.add(tensor, self.layer), WriteCounter(tensor))
+            self._storages[memory_id(memory)], self._latest = storage, weakref.ref(storage)
+        self._took(storage)
         return read
 
-    def _added(self, storage: SavedStorage, tensor: Tensor) -> Callable[[], Tensor]:
-        number = storage.add(tensor, self.layer)
-        return SavedRead(self._read, storage, number, WriteCounter(tensor))
 
-
+@dataclasses.dataclass(slots=True, eq=False)
 class SavedRead:
     """Callable that autograd keeps for a tensor that may leave, and that gives it back."""
 
-    __slots__ = ("_number", "_read", "_storage", "_writes")
-
-    def __init__(self, read: Read, storage: SavedStorage, number: int, writes: WriteCounter) -> None:
-        """The saved tensor ``number`` of ``storage``, which ``read`` gives."""
-        self._read, self._number, self._writes = read, number, writes
-        self._storage: SavedStorage | None = storage
+    read: Read
+    storage: SavedStorage | None
+    number: int
+    writes: WriteCounter
 
     def __call__(self) -> Tensor:
         """The tensor; one without elements where it was given up."""
-        if self._storage is None:
-            return torch.empty(0)
-        return self._read(self._storage, self._number, self._writes)
+        return torch.empty(0) if self.storage is None else self.read(self.storage, self.number, self.writes)
 
     def give_up(self) -> None:
         """Nobody asks for it any more, whoever calls."""
-        storage, self._storage = self._storage, None
+        storage, self.storage = self.storage, None
         if storage is not None:
-            storage.give_up(self._number)
+            storage.give_up(self.number)
 
 
 def _untouched(tensor: Tensor) -> Callable[[], Tensor]:

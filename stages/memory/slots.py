@@ -1,7 +1,7 @@
 """Slots: one allocation for what comes and goes alike in every step, divided by lifetimes.
 
-A step notes what comes: how many bytes, and between which points of the step they are there. The next step has
-a slot for each, so that nothing is allocated:
+A step notes what comes: how many bytes, and between which points of it they are there. The next step has a
+slot for each, so that nothing is allocated:
 
     bytes  | slot 2      |
            |-----+-------|      a slot begins where another one was whose time is over
@@ -144,7 +144,7 @@ class Slots:
         return self.lend(key, size)
 
     def lend(self, key: Hashable, size: int) -> Tensor | None:
-        """Return the slot of ``key``, 1-D uint8 in a storage of its own, or None: there is none that is free."""
+        """Return the slot of ``key``, 1-D uint8 in a storage of its own, or None: none is free."""
         with self._lock:
             start, end = self._slots.get(key, (0, 0))
             for number, (storage, _, _) in list(self._held.items()):

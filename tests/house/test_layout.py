@@ -209,7 +209,7 @@ print(gzip.size, compression.__file__)
 
 
 # What may name torch.cuda: what has the device's methods, and the kernels of a GPU.
-CUDA = "stages/device.py stages/memory/copy_stream.py compression/gpu/*.py".split()
+CUDA = "stages/device.py compression/gpu/*.py".split()
 
 
 def names_cuda(source: str) -> bool:

@@ -19,7 +19,7 @@ CASES = [
 
 
 def made(case, plan):
-    """Numbers of buffers that each step allocated, of slots, and of buffers from the third step on that are none."""
+    """Numbers that each step allocated, of slots lent, and of other buffers lent from the third step on."""
     model, batches = build(case.model, case.dtype, case.steps)
     counts, new = [0] * case.steps, Pool._new
     with pytest.MonkeyPatch.context() as patch:
@@ -32,7 +32,7 @@ def made(case, plan):
         pipe = pipeline_of(case, plan, model)
         pool: Any = pipe.engine.frames.transport.pool
         slots, others = pool.slots, 0
-        for step, (x, y) in enumerate(batches):  # noqa: B007
+        for step, (x, y) in enumerate(batches):
             pipe.step(x, y)
             if step == 1:
                 others = slots.num_allocated

@@ -13,9 +13,9 @@ from penstock.compression.buffers import Frame, Pool
 from penstock.compression.codec import buffer_bytes, pack_into
 from penstock.compression.errors import CodecError, StageError
 from penstock.compression.frame import MASKED, read_header, write_header
-from penstock.stages.memory.copy_stream import CopyStream
 from penstock.stages.memory.saved_storage import Bytes, SavedStorage
 from penstock.stages.memory.stores import Store
+from penstock.stages.worker import Stream
 
 
 def net():
@@ -165,7 +165,7 @@ def test_a_frame_that_was_damaged_in_the_store_is_told(saver):
 
 
 def storage_of(tensor):
-    return SavedStorage(tensor, stream=CopyStream(), previous=lambda: None)
+    return SavedStorage(tensor, stream=Stream(), previous=lambda: None)
 
 
 def test_a_way_that_no_saved_storage_goes_is_refused():
