@@ -155,7 +155,7 @@ class Update:
         # Of replicas that divide the update, another one updates all of the other turns.
         ours = [n for n in range(len(turns)) if not self.divided or (in_turn and in_turn.has(n))]
         for place, following in zip(ours, [*ours[1:], len(turns)], strict=False):
-            by_element = in_turn is not None and in_turn.by_element and mirror.has_one_version
+            by_element = in_turn is not None and in_turn.by_element and not mirror.versions
             mirror.prefetch(following, whole=not by_element)
             is_mirrored, parts = place < len(mirror.turns), [turns[place]]
             if by_element and is_mirrored:

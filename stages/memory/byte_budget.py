@@ -3,10 +3,6 @@
 Whoever makes, moves or frees bytes counts them, in any thread. A garbage collector may run a finalizer that
 counts between the load and the store of ``+=``, in a thread that holds a lock of ours: so counting appends
 to a deque and takes no lock that its own thread could hold already.
-
-All stages, policies and micro-batches of a rank share its tiers. On a CPU the frames of the tiers ``packed``
-and ``host`` lie in the rank's own memory, and so count as its device's, too; those on disk only until they
-are written.
 """
 
 from __future__ import annotations
@@ -25,24 +21,17 @@ _SECONDS = 0.1
 
 
 class ByteCounter:
-    """Bytes of one kind: ``now``, and the most since ``begin``.
+    """Bytes of one kind: ``now``, and their ``peak`` since ``begin``; ``limit``: the most there shall be.
 
-    ``limit``: the most that there shall be; None: any. ``add`` never waits, above the limit neither; ``wait``
-    does."""
+    ``add`` never waits, above the limit neither; ``wait`` does."""
 
-    def __init__(self, limit: Limit = None, *, part_of: ByteCounter | None = None) -> None:
-        """Start with none. What is counted here is counted in ``part_of`` too."""
-        self.limit, self._part_of = limit, part_of
-        self._now = self.peak = 0
+    def __init__(self, limit: Limit = None, *, wider: tuple[ByteCounter, ...] = ()) -> None:
+        """Start with none. What is counted here is counted in the ``wider`` ones too."""
+        self.limit, self.wider = limit, wider
+        self._now = self.peak = self._waiting = 0
         self._changes: deque[int] = deque()
         self._folding = threading.Lock()
         self._less = threading.Condition()
-        self._waiting = 0
-
-    @property
-    def wider(self) -> tuple[ByteCounter, ...]:
-        """Those of which it is a part."""
-        return () if self._part_of is None else (self._part_of,)
 
     @property
     def now(self) -> int:
@@ -60,8 +49,8 @@ class ByteCounter:
             return
         self._changes.append(num_bytes)
         self._fold()
-        if self._part_of is not None:
-            self._part_of.add(num_bytes)
+        for counter in self.wider:
+            counter.add(num_bytes)
 
     def fits(self, num_bytes: int) -> bool:
         """Return whether so many bytes more keep to the limit."""
@@ -124,7 +113,9 @@ _ROOM = 2  # one part in so many of what a limit leaves free is for what is abou
 
 
 class Tiers:
-    """Bytes of each tier of a rank.
+    """Bytes of each tier of a rank, ``counters`` by its name.
+
+    On a CPU frames of ``packed`` and ``host`` count as ``device``, too; those on disk until they are written.
 
     Attributes: device: all tensor bytes that are counted: those that never leave, what forwards saved,
                         parameters that come and go, and the frames of other tiers that lie there.
@@ -134,23 +125,17 @@ class Tiers:
 
     def __init__(self, *, device: Limit = None, host: Limit = None, on_gpu: bool = False) -> None:
         """Limits in bytes; the disk keeps its own, by the bytes of its file."""
-        self.device = ByteCounter(device)
-        self.packed = ByteCounter(part_of=self.device)
-        self.host = ByteCounter(host, part_of=None if on_gpu else self.device)
-        self.disk, self.leaving = ByteCounter(), ByteCounter()
-        counters = self.device, self.packed, self.host, self.disk
-        self._named: dict[str, ByteCounter] = dict(zip(NAMES, counters, strict=True))
+        self.device, self.disk, self.leaving = ByteCounter(device), ByteCounter(), ByteCounter()
+        self.packed = ByteCounter(wider=(self.device,))
+        self.host = ByteCounter(host, wider=() if on_gpu else (self.device,))
+        self.counters: dict[str, ByteCounter] = {name: getattr(self, name) for name in NAMES}
         self._fixed = Share(self.device)
         self.seconds_waited = 0.0
         self.slots_bytes = self.slots_live_bytes = 0
 
-    def named(self, tier: str) -> ByteCounter:
-        """The counter of a tier by its name."""
-        return self._named[tier]
-
     def begin(self) -> None:
         """A step begins: the most is that of this step."""
-        for counter in self._named.values():
+        for counter in self.counters.values():
             counter.begin()
 
     def fix(self, num_bytes: int) -> None:
@@ -165,15 +150,14 @@ class Tiers:
     @property
     def peaks(self) -> dict[str, int]:
         """The most bytes of every tier in this step."""
-        return {name: counter.peak for name, counter in self._named.items()}
+        return {name: counter.peak for name, counter in self.counters.items()}
 
     @property
     def excess(self) -> int | None:
         """Bytes that are to leave the device, those on their way not counted; None: it has no limit.
 
         Half of what the limit leaves beside the fixed bytes is kept free for what the next layers save."""
-        limit = self.device.limit
-        if limit is None:
+        if (limit := self.device.limit) is None:
             return None
         return self.device.now - self.leaving.now - (limit - max(0, limit - self.fixed) // _ROOM)
 

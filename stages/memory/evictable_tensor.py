@@ -1,8 +1,8 @@
-"""The bytes of one tensor that may wait in a store: taken away from it, given back where it was looked at.
+"""The bytes of one tensor that may wait in a store.
 
-The tensor itself stays, with its identity, hooks and count of writes; what it has while its bytes are away
-is no element at all, so that whoever reads it ahead of its time gets an error, never other values. Its
-strides and its address mod 64 come back as they were: other ones would pick other kernels.
+The tensor itself stays, with its identity, hooks and count of writes, and has no element meanwhile: whoever
+reads it ahead of its time gets an error, never other values. Its strides and its address mod 64 come back as
+they were: other ones would pick other kernels.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ def may_leave(tensor: Tensor, *, min_bytes: int) -> bool:
 
 
 class TensorStore:
-    """A store of tensors' bytes, and how they lie in it: ``packs``: packed where that pays, else as they are.
-
-    ``ahead``: the thread that prefetches. ``resident``: bytes outside of the store.
-    ``bytes_out`` and ``bytes_in`` count what left and what came, unpacked."""
+    """A store of tensors' bytes, where they are packed if that pays (``packs``), else as they are."""
 
     def __init__(self, store: Store, *, packs: bool) -> None:
-        """TensorStore that are made here are memory of their own, which nobody uses again."""
+        """Take a store, in which nothing waits yet."""
         self.store, self.packs, self.own = store, packs, UnpooledBuffers()
-        self.ahead = Worker("penstock-memory-parameters")
-        self.bytes_out, self.bytes_in, self.resident = 0, 0, Share(store.tiers.device)
+        self.ahead = Worker("penstock-memory-parameters")  # prefetches
+        self.resident = Share(store.tiers.device)  # bytes outside of the store
+        self.bytes_out = self.bytes_in = 0  # of what left and what came, unpacked
         self.exposed_seconds = 0.0
         self._counting, self._reading = threading.Lock(), threading.Lock()
 
@@ -65,7 +63,7 @@ class TensorStore:
 
 
 class EvictableTensor:
-    """The bytes of one tensor in a store, or near.
+    """The bytes of one tensor in a store, or resident.
 
     Where a store takes frames off every device they are pieces of the tensor, of ``piece_bytes``. A frame
     that is not packed is the tensor's own memory, which changes hands: where a store leaves frames in memory
@@ -81,24 +79,22 @@ class EvictableTensor:
         self.view: TensorView = view_of(tensor)._replace(start=0)
         self._device, self._address = tensor.device, tensor.data_ptr() % ALIGNMENT
         self.num_bytes = self.view.num_bytes
-        num_elements = self.num_bytes // tensor.itemsize
         if like is not None and like.view == self.view:
             self.places = like.places
         else:
-            step = num_elements
-            if frames.store.takes_pieces:
-                step = piece_bytes(self.num_bytes) // tensor.itemsize
-            self.places = [
-                slice(first, min(first + step, num_elements)) for first in range(0, num_elements, step)
-            ]
-        self._keys = [object() for _ in self.places]
-        self._packs, self._is_packed, self.stored = frames.packs, [False] * len(self.places), False
+            length = piece_bytes(self.num_bytes) if frames.store.takes_pieces else self.num_bytes
+            step, end = length // tensor.itemsize, self.num_bytes // tensor.itemsize
+            self.places = [slice(first, min(first + step, end)) for first in range(0, end, step)]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._keys, self._is_packed = [object() for _ in self.places], [False] * len(self.places)
+        self._packs, self.stored = self._frames.packs, False
 
     def alike(self) -> EvictableTensor:
         """Return the place of another tensor that lies in memory like this one; the store has none of it."""
         other = copy.copy(self)
-        other._keys = [object() for _ in self.places]
-        other._packs, other._is_packed, other.stored = self._frames.packs, [False] * len(self.places), False
+        other._begin()
         return other
 
     def put(self, tensor: Tensor, *, written: bool = True) -> bool:
@@ -150,10 +146,10 @@ class EvictableTensor:
                     into = row.over(new_bytes(row.num_bytes, address, frame.buffer.device))
                 into.view(torch.uint8).copy_(frame.bytes)
                 return into
-            elements = decode(frame.bytes) if is_packed else frame.buffer
-        assert elements is not None, "a tensor has bytes"
-        found = row.over(bytes_around(0, elements))
-        return found if into is None else into.copy_(found)
+            tensor = decode(frame.bytes) if is_packed else frame.buffer
+        assert tensor is not None, "a tensor has bytes"
+        elements = row.over(bytes_around(0, tensor))
+        return elements if into is None else into.copy_(elements)
 
     def take(self) -> Tensor:
         """Return the tensor in memory, to be written; the store forgets it."""
@@ -181,9 +177,9 @@ class EvictableTensor:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of ``tensor`` that lies in memory as this one does."""
-        found, row = self.empty(), row_view(self.num_bytes, torch.uint8)
-        row.over(bytes_around(0, found)).copy_(row.over(bytes_around(0, tensor)))
-        return found
+        new = self.empty()
+        self.flat(new).copy_(self.flat(tensor))
+        return new
 
     def empty(self) -> Tensor:
         """Return a tensor of any values that lies in memory as this one does."""
@@ -203,8 +199,8 @@ class EvictableTensor:
     @property
     def takes_time(self) -> bool:
         """Return whether ``get`` has something to do that another thread may: a GPU has its own order."""
-        away = any(self._is_packed) or self._frames.store.offloads_from(self._device)
-        return away and not is_gpu(self._device)
+        is_away = any(self._is_packed) or self._frames.store.offloads_from(self._device)
+        return is_away and not is_gpu(self._device)
 
     def drop(self) -> None:
         """Forget what the store has."""
@@ -216,10 +212,9 @@ class EvictableTensor:
         own, num_bytes = self._frames.own, flat.numel() * flat.itemsize
         if self._packs:
             packed = encode(flat, FOR_SAVED)
-            if packed.numel() * WORTH <= num_bytes:
-                self._is_packed[number] = True
+            self._is_packed[number] = self._packs = packed.numel() * WORTH <= num_bytes
+            if self._packs:  # else dense numbers stay dense
                 return Frame(packed, packed.numel(), own)
-            self._packs = False  # dense numbers stay dense
         self._is_packed[number] = False
         if len(self.places) > 1 and not self._frames.store.takes_pieces:  # it stays, and would keep all of it
             flat = flat.clone()

@@ -1,4 +1,4 @@
-"""The mirror of a stage's parameters: a store has their master copy, and few of them are near at a time.
+"""The mirror of a stage's parameters: a store has their master copy, and few of them are resident at a time.
 
     forward    a layer's parameters come before it and leave after it
     backward   they come when the first of its nodes reads them, or when their gradient has been computed;
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -35,18 +35,22 @@ from .stores import Store
 def readers_of(
     runs: Iterable[tuple[Traced, Sequence[Layer], Parts, Probe]], own: Collection[int]
 ) -> dict[str, list[Parameter]]:
-    """By name of a layer, in running order, the parameters that it reads and that may be away else.
+    """Return by name of a layer, in running order, the parameters that it reads and that may be away else.
 
     Args:    runs: of every mode its trace, the layers of this stage, their parts, and what is known of it.
              own: identities of the parameters that this stage owns."""
-    found: dict[str, list[Parameter]] = {}
-    near: set[int] = set()
+    readers: dict[str, dict[int, Parameter]] = {}
+    stays: set[int] = set()
     for traced, layers, parts, record in runs:
-        near |= _sparse(parts.modules.values())
-        read = _reads(traced, layers, parts, record, near)
-        for name, parameters in read.items():
-            found[name] = _once([*found.get(name, ()), *parameters])
-    return {name: [p for p in some if id(p) in own and id(p) not in near] for name, some in found.items()}
+        # gradients of sparse ones are added and updated otherwise
+        inner = (m for module in parts.modules.values() for m in module.modules())
+        stays |= {id(p) for m in inner if getattr(m, "sparse", False) is True for p in m.parameters()}
+        for name, parameters in _reads(traced, layers, parts, record, stays).items():
+            readers.setdefault(name, {}).update((id(p), p) for p in parameters)
+    return {
+        name: [p for key, p in read.items() if key in own and key not in stays]
+        for name, read in readers.items()
+    }
 
 
 def without_resident(readers: Mapping[str, list[Parameter]], num_bytes: int) -> dict[str, list[Parameter]]:
@@ -54,45 +58,45 @@ def without_resident(readers: Mapping[str, list[Parameter]], num_bytes: int) -> 
 
     Many small ones cost more to move than few large ones of as many bytes."""
     seen: set[int] = set()
-    own: list[list[Parameter]] = []
+    first_read: list[list[Parameter]] = []
     for parameters in readers.values():
-        own.append([p for p in parameters if id(p) not in seen])
-        seen |= {id(p) for p in own[-1]}
+        first_read.append([p for p in parameters if id(p) not in seen])
+        seen |= {id(p) for p in parameters}
     stays: set[int] = set()
-    for size, first in sorted(
-        ((sum(p.nbytes for p in first), first) for first in own), key=lambda one: one[0]
-    ):
-        if (num_bytes := num_bytes - size) < 0:
+    for parameters in sorted(first_read, key=_num_bytes):
+        if (num_bytes := num_bytes - _num_bytes(parameters)) < 0:
             break
-        stays |= {id(p) for p in first}
-    return {name: [p for p in some if id(p) not in stays] for name, some in readers.items()}
+        stays |= {id(p) for p in parameters}
+    return {name: [p for p in read if id(p) not in stays] for name, read in readers.items()}
+
+
+def _num_bytes(parameters: Iterable[Parameter]) -> int:
+    return sum(p.nbytes for p in parameters)
 
 
 def _reads(
-    traced: Traced, layers: Sequence[Layer], parts: Parts, record: Probe, near: set[int]
+    traced: Traced, layers: Sequence[Layer], parts: Parts, record: Probe, stays: set[int]
 ) -> dict[str, list[Parameter]]:
-    """Return what the layers read; ``resident`` grows by what others look at."""
-    here = {layer.node for layer in layers}
+    """Return what the layers read; ``stays`` grows by what others look at."""
     read: dict[fx.Node, list[Parameter]] = {layer.node: directly_read(layer, parts) for layer in layers}
     number_of = {layer.node: n for n, layer in enumerate(traced.layers)}
-    for node in here:
-        for number in record.outputs[node].values:
-            value = record.values[number]
+    for node in read:
+        for value in (record.values[number] for number in record.outputs[node].values):
             if not value.parameter or value.producer != number_of[node]:
                 continue
             if node.op != "get_attr":  # it returns one of those that it reads, and nobody knows which
-                near |= {id(p) for p in read[node]}
+                stays |= {id(p) for p in read[node]}
                 continue
             parameter = parts.tensors[str(node.target)]
             assert isinstance(parameter, Parameter)
             for user in value.users:
-                if user == len(traced.layers) or traced.layers[user].node not in here:
-                    near.add(id(parameter))
+                if user == len(traced.layers) or traced.layers[user].node not in read:
+                    stays.add(id(parameter))
                 else:
                     read[traced.layers[user].node].append(parameter)
-    near |= {id(p) for p in _given(traced.output, parts)}
-    near |= {id(p) for layer in layers if layer.name in record.keeping for p in read[layer.node]}
-    return {layer.name: _once(read[layer.node]) for layer in layers}
+    stays |= {id(p) for p in _given(traced.output, parts)}
+    stays |= {id(p) for layer in layers if layer.name in record.keeping for p in read[layer.node]}
+    return {layer.name: read[layer.node] for layer in layers}
 
 
 def directly_read(layer: Layer, parts: Parts) -> list[Parameter]:
@@ -109,18 +113,8 @@ def _given(node: fx.Node, parts: Parts) -> list[Parameter]:
     return [tensor for tensor in named if isinstance(tensor, Parameter)]
 
 
-def _once(parameters: Iterable[Parameter]) -> list[Parameter]:
-    return list({id(parameter): parameter for parameter in parameters}.values())
-
-
-def _sparse(modules: Iterable[nn.Module]) -> set[int]:
-    """Parameters whose gradients are sparse, which are added and updated otherwise."""
-    within = (m for module in modules for m in module.modules() if getattr(m, "sparse", False) is True)
-    return {id(parameter) for module in within for parameter in module.parameters()}
-
-
 def sharing(tensors: Iterable[Tensor]) -> set[int]:
-    """Identities of those that lie in the same memory as another one."""
+    """Return the identities of those that lie in the same memory as another one."""
     places: dict[int, set[int]] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:
@@ -133,54 +127,52 @@ NO_ROOM = "the store of a mirror has no room for a gradient; raise its budget"
 
 
 class EvictableParameter:
-    """Begins near, as it is.
+    """Begins resident, as it is.
 
-    Attributes: turn: the part of the mirror that it belongs to; storage: the identity of its memory while it
-                is near, by which parts of it are known."""
+    Attributes: turn: the part of the mirror that it belongs to; memory: the place of its values in the store;
+                storage: the identity of its memory while it is resident, by which parts of it are known;
+                hooks: the first and the last on its gradient."""
 
     def __init__(self, frames: TensorStore, parameter: Parameter, turn: int) -> None:
         self._frames, self.parameter, self.turn = frames, parameter, turn
-        self._memory = EvictableTensor(frames, parameter.data)
+        self.memory = EvictableTensor(frames, parameter.data)
         self._gradient: EvictableTensor | None = None
         self._prefetched, self._lock = cast("Tensor | None", None), threading.Lock()  # values brought ahead
         self._soon = False
         self._state: dict[Any, EvictableTensor] = {}
         self._version, self.is_resident = version_of(parameter), True
-        self.hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
+        self.hooks: tuple[Any, ...] = ()
         self.storage = memory_id(parameter)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of it, of its gradient, and of what is kept of it and moves, near or not."""
+        """Bytes of it, of its gradient, and of what is kept of it and moves, resident or not."""
         state = sum(memory.num_bytes for memory in self._state.values())
-        return (1 + self.parameter.requires_grad) * self._memory.num_bytes + state
+        return (1 + self.parameter.requires_grad) * self.memory.num_bytes + state
 
     def resident_bytes(self, kept: Kept) -> int:
-        """Bytes of all that which are near."""
+        """Bytes of all that which are resident."""
         items = self.parameter, self.parameter.grad, *kept.values()
-        dense = (t for t in items if isinstance(t, Tensor) and t.layout is torch.strided)
-        return sum(tensor.nbytes for tensor in dense)
+        return sum(t.nbytes for t in items if isinstance(t, Tensor) and t.layout is torch.strided)
 
     @property
     def prefetched_bytes(self) -> int:
         """Bytes of its values that were brought ahead."""
-        return 0 if (found := self._prefetched) is None else found.nbytes
+        return 0 if (values := self._prefetched) is None else values.nbytes
 
     # -- its values, which are there to be read -----------------------------------------------------------
 
     def load(self, *, copies: bool = False, fresh: bool = False) -> None:
-        """Its values come.
-
-        Args:    copies: in other memory than the store has; fresh: memory alone comes, to be written.
-        Raises: StageError: it was written to while it was away."""
+        """Its values come: as ``copies`` of what the store has, or ``fresh`` memory, to be written."""
         self._refuse_written()
         self._frames.ahead.check()
         with self._frames.exposed(), self._lock:
-            found, self._prefetched = self._prefetched, None
+            values, self._prefetched = self._prefetched, None
             if fresh:
-                found = self._memory.empty()
-            values = self._memory.get() if found is None else found
-            self.parameter.data = self._memory.copy(values) if copies else values
+                values = self.memory.empty()
+            elif values is None:
+                values = self.memory.get()
+            self.parameter.data = self.memory.copy(values) if copies else values
             self.is_resident, self._soon = True, False
         self.storage = memory_id(self.parameter)
 
@@ -188,25 +180,26 @@ class EvictableParameter:
         if version_of(self.parameter) != self._version:
             raise StageError(
                 "an offloaded parameter is written to while it is resident, found one of shape "
-                f"{tuple(self._memory.like.shape)} and {self.parameter.dtype} that was written to while it "
+                f"{tuple(self.memory.like.shape)} and {self.parameter.dtype} that was written to while it "
                 "was not; write to it inside of Pipeline.parameters_resident()"
             )
 
     def evicted(self, kept: Kept) -> Iterator[tuple[Tensor, EvictableTensor]]:
-        """Of its values and what is kept of it what is not near: the tensor, and where its bytes are.
-
-        Raises: StageError: it was written to while it was away."""
+        """Yield of its values and what is kept of it what is away: the tensor, and where its bytes are."""
         if not self.is_resident:
             self._refuse_written()
-            yield self.parameter, self._memory
-        for key, memory in self._state.items():
-            if memory.stored and key in kept:
-                yield kept[key], memory
+            yield self.parameter, self.memory
+        for key, memory in self._away(kept).items():
+            yield kept[key], memory
+
+    def _away(self, kept: Kept) -> dict[Any, EvictableTensor]:
+        """Return the places of what is kept of it in the store."""
+        return {key: memory for key, memory in self._state.items() if memory.stored and key in kept}
 
     def evict(self) -> bool:
         """Its values leave; False: the store has no room for them."""
         version = version_of(self.parameter)
-        if not self._memory.put(self.parameter.data, written=version != self._version):
+        if not self.memory.put(self.parameter.data, written=version != self._version):
             return False
         hollow(self.parameter)
         self.is_resident, self._version = False, version
@@ -215,8 +208,8 @@ class EvictableParameter:
     def fetch(self, *, gradient: bool) -> None:
         """Its values are wanted soon, and the ``gradient``."""
         if not self.is_resident:
-            self._memory.fetch()
-            if not self._soon and self._memory.takes_time:
+            self.memory.fetch()
+            if not self._soon and self.memory.takes_time:
                 self._soon = True
                 self._frames.ahead.try_submit(self._bring)
         if gradient and self._gradient is not None:
@@ -226,7 +219,7 @@ class EvictableParameter:
         """In the thread of ``TensorStore``: have its values at hand; nobody writes to them before."""
         with self._lock:
             if self._soon and not self.is_resident:
-                self._prefetched = self._memory.get()
+                self._prefetched = self.memory.get()
 
     def forget_prefetched(self) -> None:
         """Its values are not wanted soon."""
@@ -242,9 +235,9 @@ class EvictableParameter:
             ahead = self.parameter.register_hook(first)
             self.hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
         ahead, behind = self.hooks
-        on_gradient, behind_it = gradient_hooks(self.parameter)
+        on_gradient, on_sum = gradient_hooks(self.parameter)
         _reorder(on_gradient, lambda key: key != ahead.id)
-        _reorder(behind_it, lambda key: key == behind.id)
+        _reorder(on_sum, lambda key: key == behind.id)
 
     @property
     def adds_in_store(self) -> bool:
@@ -262,19 +255,18 @@ class EvictableParameter:
     def push_gradient(self) -> None:
         """Its gradient leaves; one that is not dense stays, and what finds no room."""
         gradient = self.parameter.grad
-        if gradient is not None and self._gradient is not None:  # it is to be added to what waits
-            if (
-                may_leave(gradient, min_bytes=1)
-                and view_of(gradient)._replace(start=0) == self._gradient.view
-            ):
+        if gradient is None:
+            return
+        if self._gradient is not None:  # it is to be added to what waits
+            if may_leave(gradient, min_bytes=1) and _shape_of(gradient) == self._gradient.view:
                 if not self._gradient.add(gradient):
                     raise StageError(NO_ROOM)
                 self.parameter.grad = None
                 return
             gradient = self.parameter.grad = self._gradient.take().add_(gradient)
             self._gradient = None
-        if gradient is not None and may_leave(gradient, min_bytes=1):
-            memory = EvictableTensor(self._frames, gradient, like=self._memory)
+        if may_leave(gradient, min_bytes=1):
+            memory = EvictableTensor(self._frames, gradient, like=self.memory)
             if memory.put(gradient):
                 self._gradient, self.parameter.grad = memory, None
 
@@ -301,9 +293,9 @@ class EvictableParameter:
 
     def take_gradient(self) -> EvictableTensor | Tensor | None:
         """Hand over its gradient, which waits where it is."""
-        found = self.gradient
+        gradient = self.gradient
         self.parameter.grad = self._gradient = None
-        return found
+        return gradient
 
     def give_gradient(self, gradient: EvictableTensor | Tensor) -> None:
         """Have this gradient wait in the store; raises StageError where it has no room."""
@@ -311,20 +303,15 @@ class EvictableParameter:
             self._gradient = gradient
             return
         plain = gradient.resolve_conj().resolve_neg()
-        self._gradient = EvictableTensor(self._frames, plain, like=self._memory)
+        self._gradient = EvictableTensor(self._frames, plain, like=self.memory)
         self.looked_at(plain, written=True)
 
     # -- its versions -------------------------------------------------------------------------------------
 
-    @property
-    def memory(self) -> EvictableTensor:
-        """The place of its values in the store."""
-        return self._memory
-
     def swap(self, memory: EvictableTensor) -> EvictableTensor:
         """Have its values, which are not resident, be those of ``memory``; return where the others are."""
         with self._lock:
-            before, self._memory = self._memory, memory
+            before, self.memory = self.memory, memory
         return before
 
     def uncounted(self) -> None:
@@ -335,13 +322,12 @@ class EvictableParameter:
 
     def comes_in_pieces(self, kept: Kept) -> bool:
         """Return whether ``pieces`` has several: values, gradient and what is kept of it lie alike."""
-        gradient, values = self._gradient, self._memory
+        gradient, values = self._gradient, self.memory
         if self.is_resident or gradient is None or len(values.places) == 1:
             return False
-        away = [memory for key, memory in self._state.items() if memory.stored and key in kept]
-        near = [view_of(item)._replace(start=0) for item in kept.values() if _is_whole(item)]
-        alike = all((one.view, one.places) == (values.view, values.places) for one in (gradient, *away))
-        return alike and all(view == values.view for view in near)
+        others = gradient, *self._away(kept).values()
+        alike = all((one.view, one.places) == (values.view, values.places) for one in others)
+        return alike and all(_shape_of(item) == values.view for item in kept.values() if _is_whole(item))
 
     def pieces(self, state: MutableMapping[Tensor, dict[Any, Any]], *, written: bool) -> Iterator[Parameter]:
         """Yield a parameter for each piece, with its gradient and its part of the ``state``; updates stay.
@@ -350,8 +336,8 @@ class EvictableParameter:
                  written: the gradient is written to as well."""
         self._refuse_written()
         kept, part = state.get(self.parameter, {}), dict[Any, Any]()
-        away = {key: memory for key, memory in self._state.items() if memory.stored and key in kept}
-        for number in range(len(self._memory.places)):
+        away = self._away(kept)
+        for number in range(len(self.memory.places)):
             piece, part = self._bring_piece(number, kept, away)
             if part:
                 state[piece] = part
@@ -374,7 +360,7 @@ class EvictableParameter:
         """Return a piece with its gradient, and its part of what is ``kept``; the next one comes meanwhile.
 
         Args:    away: what of it is in the store."""
-        values, gradient = self._memory, self._gradient
+        values, gradient = self.memory, self._gradient
         assert gradient is not None, "comes_in_pieces() says so"
         for memory in (values, gradient, *(away[key] for key in kept if key in away)):
             memory.fetch([number + 1])
@@ -397,65 +383,69 @@ class EvictableParameter:
     ) -> None:  # fmt: skip
         """Have an updated piece leave, its ``gradient`` as well, and its part of what is kept; what the
         optimizer made in this update is ``away`` from now on."""
-        values = self._memory
-        found = [(values, piece.data)]
+        values = self.memory
+        leaving = [(values, piece.data)]
         if gradient and self._gradient is not None and piece.grad is not None:
-            found.append((self._gradient, piece.grad))
+            leaving.append((self._gradient, piece.grad))
         for key, item in part.items():
             if key in kept and _is_whole(kept[key]):
                 values.flat(kept[key])[values.places[number]].copy_(item)
             elif _is_whole(item):
                 if key not in away:
                     away[key] = values.alike()
-                found.append((away[key], item))
-        if not all(memory.put_piece(number, elements) for memory, elements in found):
+                leaving.append((away[key], item))
+        if not all(memory.put_piece(number, elements) for memory, elements in leaving):
             raise StageError(NO_ROOM)
 
     # -- all of it, to be written -------------------------------------------------------------------------
 
     def pull(self, kept: Kept, *, is_shared: bool) -> None:
-        """Gradient and what is kept come beside its values, which are near; all of it may be written.
+        """Gradient and what is kept come to its values, which are resident; all of it may be written.
 
         Args:    is_shared: an older version has the bytes in the store, too."""
         self.bring_gradient()
-        for key, memory in self._state.items():
-            if memory.stored and key in kept:
-                kept[key].data = memory.take()
+        for key, memory in self._away(kept).items():
+            kept[key].data = memory.take()
         if is_shared:
-            self._memory = EvictableTensor(self._frames, self.parameter.data)
+            self.memory = EvictableTensor(self._frames, self.parameter.data)
         else:
-            self._memory.drop()
+            self.memory.drop()
 
     def push(self, kept: Kept, *, min_bytes: int) -> None:
         """Gradient and what is kept of ``min_bytes`` or more leave, as they are now."""
         self.push_gradient()
         for key, item in kept.items():
             if _is_whole(item) and may_leave(item, min_bytes=min_bytes):
-                memory = self._state[key] = EvictableTensor(self._frames, item, like=self._memory)
+                memory = self._state[key] = EvictableTensor(self._frames, item, like=self.memory)
                 if memory.put(item):
                     hollow(item)
 
 
 def _is_whole(item: Any) -> TypeGuard[Tensor]:
-    """Return whether an optimizer keeps this for the elements of a parameter, and it is near: no count."""
+    """Return whether this is kept for the elements of a parameter, and it is resident: no count."""
     return isinstance(item, Tensor) and item.dim() > 0 and item.numel() > 0
+
+
+def _shape_of(tensor: Tensor) -> TensorView:
+    return view_of(tensor)._replace(start=0)
 
 
 def _reorder(hooks: dict[int, Any], place: Callable[[int], bool]) -> None:
     """Have the ``hooks`` of a tensor in the order of ``place``, in which torch then calls them."""
     order = sorted(hooks, key=place)
     if order != list(hooks):
-        found = {key: hooks[key] for key in order}
-        hooks.clear()
-        hooks.update(found)
+        for key in order:
+            hooks[key] = hooks.pop(key)
 
 
 class OffloadedVersion:
     """The values that offloaded parameters had once, which some micro-batches still read."""
 
     def __init__(self, mirror: OffloadedParameters) -> None:
-        """Take those of now."""
+        """Take those of now, while an update writes newer ones."""
+        mirror.evict_all()
         self._mirror, self.memories = mirror, {one: one.memory for one in mirror.memories}
+        mirror.versions.append(self)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -470,12 +460,15 @@ class OffloadedVersion:
                 one.swap(memory)
 
     def drop(self) -> None:
-        """Nobody reads it again."""
-        self._mirror.drop_version(self)
+        """Nobody reads it again: forget the values that no other version has, nor the parameters."""
+        self._mirror.versions.remove(self)
+        for one, memory in self.memories.items():
+            if memory is not one.memory and not self._mirror.is_kept(one, memory):
+                memory.drop()
 
 
 Turn = Sequence[Parameter]
-RESIDENT_LAYERS = 2  # that stay near in a backward, where branches of a network take turns and there is room
+RESIDENT_LAYERS = 2  # that stay in a backward, where branches of a network take turns and there is room
 
 
 class OffloadedParameters:
@@ -483,17 +476,18 @@ class OffloadedParameters:
 
     Attributes: frames: where they wait; memories: of each of them.
                 turns: in parts, layer by layer, of which an update takes one at a time.
+                versions: older values that are still read; without any, an update may write in pieces.
                 peak_bytes: the most of ``resident_bytes`` in this step."""
 
     def __init__(
         self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int,
         weights_first: bool = False, ahead: int = 1, stays: int = 0, prefetches: bool = True,
     ) -> None:  # fmt: skip
-        """Begin with all of them near.
+        """Begin with all of them resident.
 
         Args:    readers: by name of a layer, in running order, the parameters that it reads.
                  packs: they are packed where that pays.
-                 min_bytes: smaller ones stay near, as smaller tensors of an optimizer do.
+                 min_bytes: smaller ones stay, as smaller tensors of an optimizer do.
                  weights_first: a backward reads a parameter again after its gradient was computed.
                  ahead: number of turns that are brought ahead; stays: of the last ones of a forward that do
                  not leave before the backward reads them, unless another forward comes first.
@@ -517,27 +511,27 @@ class OffloadedParameters:
         self._walks = False  # a forward runs
         self._soon: list[EvictableParameter] = []  # brought ahead
         self._optimizer: Optimizer | None = None
-        self._versions: list[OffloadedVersion] = []
+        self.versions: list[OffloadedVersion] = []
         # Where gradients of this backward lie, by the identity of their storage.
         self._gradients: dict[int, list[tuple[StorageWeakRef, int, int, EvictableParameter]]] = {}
         self.peak_bytes = 0
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of parameters near or brought ahead, their gradients, and what an optimizer keeps of them."""
+        """Bytes of resident and prefetched parameters, gradients, and what an optimizer keeps of them."""
         here = sum(one.resident_bytes(self._kept(one.parameter)) for one in self._resident)
         return here + sum(one.prefetched_bytes for one in self._soon)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what it moves, near or not: parameters, gradients, and what the optimizer keeps."""
-        return sum(one.num_bytes for one in self._all.values())
+        """Bytes of what it moves, resident or not: parameters, gradients, and what the optimizer keeps."""
+        return sum(one.num_bytes for one in self.memories)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the store's frames that are on the device of the parameters."""
         store = self.frames.store
-        devices = {one.parameter.device for one in self._all.values()}
+        devices = {one.parameter.device for one in self.memories}
         return 0 if all(map(store.offloads_from, devices)) else store.num_bytes
 
     def bind(self, optimizer: Optimizer) -> None:
@@ -550,7 +544,7 @@ class OffloadedParameters:
         self.peak_bytes = self.resident_bytes
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         taken = {id(parameter) for group in groups for parameter in group["params"]}
-        for one in self._all.values():
+        for one in self.memories:
             if id(one.parameter) in taken:
                 one.forget_gradient()
             if one.parameter.requires_grad:
@@ -560,12 +554,14 @@ class OffloadedParameters:
 
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Between two layers of a forward: what ``done`` read leaves, what ``following`` reads comes."""
-        wanted = self._by_layer.get(following.name, []) if following is not None else []
+        wanted = [] if following is None else self._by_layer.get(following.name, [])
         if done is None:
             self.settle()
-        for one in self._by_layer.get(done.name, ()) if done is not None else ():
-            if one not in wanted and one.turn < len(self.turns) - self._stays * torch.is_grad_enabled():
-                self._evict(one)
+        else:
+            last = len(self.turns) - self._stays * torch.is_grad_enabled()
+            for one in self._by_layer.get(done.name, ()):
+                if one not in wanted and one.turn < last:
+                    self._evict(one)
         self._note()
         self._walks = following is not None
         for one in wanted:
@@ -575,17 +571,13 @@ class OffloadedParameters:
             self.prefetch(max(one.turn for one in wanted) + 1)
 
     def prefetch(self, turn: int, *, step: int = 1, whole: bool = True) -> None:
-        """Begin to bring the parameters of the turns that are wanted soon, and in a backward their gradients.
+        """Begin to bring the parameters of the turns that are wanted soon, and in a backward their gradients;
+        let go of others that were brought ahead.
 
         Args:    turn: the next one; step: 1 in a forward and an update, -1 in a backward.
                  whole: also those that are kept in several pieces."""
         turns = [n for n in range(turn, turn + step * self._ahead, step) if 0 <= n < len(self.turns)]
-        self._expect(turns, whole=whole)
-
-    def _expect(self, turns: Sequence[int], *, whole: bool = True) -> None:
-        """Begin to bring these turns, in this order, and let go of others that were brought ahead."""
-        before = self._soon
-        wanted = [self._all[id(parameter)] for turn in turns for parameter in self.turns[turn]]
+        wanted, before = [one for n in turns for one in self._of(self.turns[n])], self._soon
         self._soon = [one for one in wanted if whole or len(one.memory.places) == 1]
         for one in before:
             if one not in self._soon:
@@ -597,7 +589,7 @@ class OffloadedParameters:
         """All of them leave: between two walks, and where one failed."""
         for one in list(self._resident):
             self._evict(one)
-        self._expect(())
+        self.prefetch(len(self.turns))  # nothing
         self._note()
         self._recent.clear()
         self._gradients.clear()
@@ -669,45 +661,32 @@ class OffloadedParameters:
 
     @contextlib.contextmanager
     def gradients(self, turn: Turn, *, written: bool) -> Iterator[dict[int, Tensor]]:
-        """The block in which the gradients of ``turn`` are near, by the identity of their parameters.
+        """The block in which the gradients of ``turn`` are resident, by the identity of their parameters.
 
         Args:    written: what is done to them there stays."""
-        ours = [self._all[id(p)] for p in turn]
-        found = [one.look_at_gradient() for one in ours]
-        yield {id(p): gradient for p, gradient in zip(turn, found, strict=True) if gradient is not None}
-        for one, gradient in zip(ours, found, strict=True):
+        gradients = [one.look_at_gradient() for one in self._of(turn)]
+        yield {id(p): gradient for p, gradient in zip(turn, gradients, strict=True) if gradient is not None}
+        for one, gradient in zip(self._of(turn), gradients, strict=True):
             one.looked_at(gradient, written=written)
 
     def take_gradients(self, turn: Turn) -> list[EvictableTensor | Tensor | None]:
         """Hand over the gradients of ``turn``, which wait where they are; the parameters have none then."""
-        return [self._all[id(p)].take_gradient() for p in turn]
+        return [one.take_gradient() for one in self._of(turn)]
 
     def waiting_gradients(self, turn: Turn) -> list[EvictableTensor | Tensor | None]:
         """Return the gradients of ``turn``, which wait where they are and stay there."""
-        return [self._all[id(p)].gradient for p in turn]
+        return [one.gradient for one in self._of(turn)]
 
     def give_gradients(self, turn: Turn, gradients: Sequence[EvictableTensor | Tensor | None]) -> None:
         """Have these be the gradients of ``turn``, and wait in the store; they had none."""
-        for parameter, gradient in zip(turn, gradients, strict=True):
+        for one, gradient in zip(self._of(turn), gradients, strict=True):
             if gradient is not None:
-                self._all[id(parameter)].give_gradient(gradient)
+                one.give_gradient(gradient)
         self._note()
 
-    def keep_version(self) -> OffloadedVersion:
-        """Keep the values of now, while an update writes newer ones."""
-        self.evict_all()
-        self._versions.append(OffloadedVersion(self))
-        return self._versions[-1]
-
-    def drop_version(self, version: OffloadedVersion) -> None:
-        """Forget the values of a version that no other one has, nor the parameters."""
-        self._versions.remove(version)
-        for one, memory in version.memories.items():
-            if memory is not one.memory and not self._is_kept(one, memory):
-                memory.drop()
-
-    def _is_kept(self, one: EvictableParameter, memory: EvictableTensor) -> bool:
-        return any(version.memories[one] is memory for version in self._versions)
+    def is_kept(self, one: EvictableParameter, memory: EvictableTensor) -> bool:
+        """Return whether a version has values of a parameter in ``memory``."""
+        return any(version.memories[one] is memory for version in self.versions)
 
     def evict_all(self) -> None:
         """All of them leave; raises StageError where the store has no room for one."""
@@ -728,21 +707,16 @@ class OffloadedParameters:
         """The block in which the values of ``turn`` are resident, to be read and written.
 
         Args:    fresh: identities of parameters that are written there before anybody reads them."""
-        for parameter in turn:
-            self._load(self._all[id(parameter)], fresh=id(parameter) in fresh)
+        for one in self._of(turn):
+            self._load(one, fresh=id(one.parameter) in fresh)
         yield
         self._note()
-        for parameter in turn:
-            self._evict(self._all[id(parameter)])
-
-    @property
-    def has_one_version(self) -> bool:
-        """Return whether nobody reads older values, so that an update may write newer ones in pieces."""
-        return not self._versions
+        for one in self._of(turn):
+            self._evict(one)
 
     def pieces(self, parameter: Parameter, *, written: bool) -> Iterator[Parameter] | None:
-        """Return the pieces of ``parameter`` for an update of each by itself, where this ``has_one_version``;
-        None: it comes as a whole.
+        """Return the pieces of ``parameter`` for an update of each by itself, where there are no other
+        ``versions``; None: it comes as a whole.
 
         Args:    written: the gradients are written to as well."""
         one, optimizer = self._all[id(parameter)], self._optimizer
@@ -755,17 +729,17 @@ class OffloadedParameters:
             yield piece
             beside = (piece.data, piece.grad, *self._kept(piece).values())
             self._note(sum(t.nbytes for t in beside if isinstance(t, Tensor)))
-        one.push(self._kept(one.parameter), min_bytes=self._min_bytes)  # what was kept near till now
+        one.push(self._kept(one.parameter), min_bytes=self._min_bytes)  # what was resident till now
         self._note()
 
     @property
     def hooks(self) -> set[int]:
         """Numbers of the hooks that see a gradient of these parameters behind a backward."""
-        return {one.hooks[1].id for one in self._all.values() if one.hooks}
+        return {one.hooks[1].id for one in self.memories if one.hooks}
 
     @contextlib.contextmanager
     def whole(self, turn: Turn) -> Iterator[None]:
-        """The block in which ``turn`` is near as it would be without a mirror, to be written."""
+        """The block in which ``turn`` is resident as it would be without a mirror, to be written."""
         self._pull(turn)
         yield
         self._note()
@@ -785,23 +759,26 @@ class OffloadedParameters:
     def close(self) -> None:
         """The model keeps the parameters that it has: after ``pull_all`` all of them."""
         self.frames.ahead.close()
-        for one in self._all.values():
+        for one in self.memories:
             for hook in one.hooks:
                 hook.remove()
             one.hooks = ()
 
     def _pull(self, turn: Turn) -> None:
-        for one in (self._all[id(parameter)] for parameter in turn):
-            if is_shared := self._is_kept(one, one.memory):
+        for one in self._of(turn):
+            if is_shared := self.is_kept(one, one.memory):
                 self._evict(one)
             self._load(one, copies=is_shared)
             one.pull(self._kept(one.parameter), is_shared=is_shared)
 
     def _push(self, turn: Turn) -> None:
-        for one in (self._all[id(parameter)] for parameter in turn):
+        for one in self._of(turn):
             one.push(self._kept(one.parameter), min_bytes=self._min_bytes)
             self._evict(one)
         self._note()
+
+    def _of(self, turn: Turn) -> list[EvictableParameter]:
+        return [self._all[id(parameter)] for parameter in turn]
 
     def _load(self, one: EvictableParameter, *, copies: bool = False, fresh: bool = False) -> None:
         if not one.is_resident:

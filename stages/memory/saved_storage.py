@@ -239,9 +239,7 @@ class SavedStorage:
     def alone(self) -> bool:
         """Return whether nothing but the graph holds the memory: no tensor, no view, no NumPy array."""
         memory = self._bytes  # of which somebody else's is not resizable
-        return (
-            memory is not None and memory.storage.resizable() and num_storage_holders(memory.storage) == 1
-        )
+        return memory is not None and memory.storage.resizable() and num_storage_holders(memory.storage) == 1
 
     def same_memory(self, storage: torch.UntypedStorage) -> bool:
         """Return whether ``storage``, this one, has the memory that it had: it may be resized."""

@@ -459,7 +459,7 @@ class WeightStashing(LatestWeights):
             self._exchange(self._copies(old.tensors))
             old.leave()
             if self.mirror is not None:
-                old.offloaded = self.mirror.keep_version()
+                old.offloaded = OffloadedVersion(self.mirror)
         with super().update():
             yield
         self.newest = self._version(old.number + 1, ours=old.ours or old.number in self.kept)

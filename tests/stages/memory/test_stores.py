@@ -104,7 +104,7 @@ def test_without_a_limit_or_a_disk_a_tier_is_alone(disk):
 
 def test_a_gauge_knows_what_there_is_and_the_most_there_was():
     whole = ByteCounter(100)
-    part = ByteCounter(part_of=whole)
+    part = ByteCounter(wider=(whole,))
     part.add(60)
     whole.add(30)
     part.add(-20)
@@ -195,9 +195,9 @@ def test_a_share_says_all_that_it_has():
 def test_frames_in_host_memory_are_a_cpus_own(on_gpu):
     tiers = Tiers(device=1000, host=80, on_gpu=on_gpu)
     tiers.fix(100)
-    tiers.named("packed").add(10)
-    tiers.named("host").add(20)
-    tiers.named("disk").add(40)
+    tiers.counters["packed"].add(10)
+    tiers.counters["host"].add(20)
+    tiers.counters["disk"].add(40)
     assert tiers.device.now == 110 + 20 * (not on_gpu)
     assert tiers.peaks == {"device": tiers.device.now, "packed": 10, "host": 20, "disk": 40}
     assert tiers.host.fits(60)
