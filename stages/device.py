@@ -39,7 +39,6 @@ class Device:
     is_gpu = False
 
     def __init__(self, device: torch.device = CPU) -> None:
-        """The device that torch calls so."""
         self.torch = device
 
     def __repr__(self) -> str:

@@ -49,7 +49,6 @@ class MetaWatch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """One call of a kernel."""
         kwargs = kwargs or {}
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
         self._writes(written_by(func, args, kwargs))
@@ -91,7 +90,6 @@ class Contents:
     ``MetaWatch`` knows the writes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy it, each storage once."""
         self._watch = watching()
         self._mark = 0 if self._watch is None else len(self._watch.writes)
         plain = (t for t in tensors if t.layout is torch.strided and not (t.is_meta or t.is_nested))

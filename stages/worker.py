@@ -17,7 +17,6 @@ class Work(Generic[T]):
     """Work of a stream, and the ``value`` it returns, to be read behind ``wait``; this one is done."""
 
     def __init__(self, value: T) -> None:
-        """Work that was done where it was submitted."""
         self.value = value
 
     def wait(self) -> None:

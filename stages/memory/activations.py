@@ -1,16 +1,15 @@
 """Saved tensors of a stage, evicted when their layer is done and back before the layer's backward.
 
-The walk of the forward says which layer saves, autograd which one reads; the memory thread moves. After the
-forward comes ``offload``, before the backward ``ready``, after it ``drop``. What was packed for the wire is
-not packed again."""
+The walk of the forward says which layer saves, autograd which one reads; the memory thread moves."""
+# ruff: noqa: D102 (methods are those of KeepOnDevice)
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +23,11 @@ from .saved_tensor_hooks import ParameterFilter, SavedTensorHooks
 from .stores import Store
 
 
-class Recompute(Protocol):
-    """Runs the layers of a forward again; ``tied``: parameters of other stages that they then get."""
+class Recompute(NamedTuple):
+    """``run`` runs the layers of a forward again, with ``tied`` parameters of other stages."""
 
+    run: Callable[[], None]
     tied: Sequence[Tensor]
-
-    def __call__(self) -> None:
-        """Run them."""
-        ...
 
 
 class KeepOnDevice:
@@ -45,16 +41,15 @@ class KeepOnDevice:
     def forward(
         self, micro_batch: int, keep: Iterable[Tensor] = (), recompute: Recompute | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the block in which the layers of ``micro_batch`` run.
-
-        Args:    keep: tied parameters of other stages that the layers read.
-                 recompute: runs the layers of this forward once more."""
+        """Return the block in which the layers run, which read tied parameters of other stages (``keep``)."""
         if self._parameters is None:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._parameters.untouched, operator.call)
 
     def offload(self, micro_batch: int, sent: SentFrames) -> None:
-        """The forward of ``micro_batch`` is over, what it saved may leave."""
+        """The forward of ``micro_batch`` is over, what it saved may leave; waits where packing is behind.
+
+        Args:    sent: tensors that were sent and their frames by number, which need not be packed again."""
 
     def ready(self, micro_batch: int) -> None:
         """A backward of ``micro_batch`` begins."""
@@ -85,9 +80,8 @@ class SavedActivations(KeepOnDevice):
         Args:    parameters: tells the stage's parameters and buffers, which pass through untouched.
                  min_bytes: smaller storages pass through too.
                  modules: those that the stage's layers call, by path: what they prove is used.
-                 thread: that of the rank, which knows when what was saved is read; None: one of its own, for
-                 which all of it is far away.
-        """
+                 thread: that of the rank, which knows when what was saved is read; None: a thread that does
+                 not."""
         self._packer = SavedTensorPacker(store, codec=codec, pool=store.pool() or Pool(), num_ahead=0)
         self.counts, self._parameters, self._min_bytes = self._packer.counts, parameters, min_bytes
         self._compressor = LayerAwareCompressor(modules)
@@ -100,13 +94,8 @@ class SavedActivations(KeepOnDevice):
     def forward(
         self, micro_batch: int, keep: Iterable[Tensor] = (), recompute: Recompute | None = None
     ) -> Iterator[None]:
-        """The block in which the layers of ``micro_batch`` run."""
-        run = self._run = self._micro_batches[micro_batch] = SavedRun(
-            self._stage,
-            micro_batch,
-            packer=self._packer,
-            compressor=self._compressor,
-        )
+        run = SavedRun(self._stage, micro_batch, packer=self._packer, compressor=self._compressor)
+        self._run = self._micro_batches[micro_batch] = run
         self._hooks = SavedTensorHooks(
             self._packer,
             self._parameters.also(keep),
@@ -122,10 +111,7 @@ class SavedActivations(KeepOnDevice):
             self._hooks = self._run = None
 
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
-        """Take note that ``done`` has saved all that it will, and that ``following`` saves from here on.
-
-        The walk of a forward says so before the first layer, between two, and after the last (None): what
-        was saved is known by layer, and leaves by layer."""
+        """Take note that ``done`` has saved all that it will, and that ``following`` saves from here on."""
         hooks, run = self._hooks, self._run
         assert hooks is not None, "layers run inside of a forward"
         assert run is not None
@@ -135,31 +121,21 @@ class SavedActivations(KeepOnDevice):
             self._thread.layer_begins(run, run.begins(following))
 
     def offload(self, micro_batch: int, sent: SentFrames) -> None:
-        """The forward of ``micro_batch`` is over, what it saved may leave; waits where the packing is behind.
-
-        Args:    sent: by number, tensors that were sent and their frames, which the store holds in place of
-                 frames of its own."""
-        self._check()
+        self.ready(micro_batch)
         self._micro_batches[micro_batch].close(sent)
         self._thread.closed()
 
     def ready(self, micro_batch: int) -> None:
-        """A backward begins, which brings back itself what is not there; raises what a thread raised."""
-        self._check()
-
-    def drop(self, micro_batch: int) -> None:
-        """Forget what ``micro_batch`` saved: after its backward, or when the step failed."""
-        run = self._micro_batches.pop(micro_batch, None)
-        if run is not None:
-            self._thread.remove(run)
-            run.drop()
-
-    def _check(self) -> None:
+        """Raise what a thread raised; a backward brings back itself what is not there."""
         self._packer.check()
         self._thread.check()
 
+    def drop(self, micro_batch: int) -> None:
+        if (run := self._micro_batches.pop(micro_batch, None)) is not None:
+            self._thread.remove(run)
+            run.drop()
+
     def close(self) -> None:
-        """Drop everything and end the threads."""
         for micro_batch in list(self._micro_batches):
             self.drop(micro_batch)
         self._thread.close()
@@ -175,7 +151,6 @@ class SavedActivations(KeepOnDevice):
         self._thread.saved(storage.num_bytes)
 
     def _read(self, run: SavedRun, storage: SavedStorage, number: int, writes: WriteCounter) -> Tensor:
-        """A backward reads a saved tensor: so far it has come."""
         layer = run.number(storage.views[number].layer)
         if layer != run.reading:
             self._thread.reads(run, layer)

@@ -86,7 +86,6 @@ class Share:
     """Bytes of one owner in a counter, who counts all of them anew and not the change."""
 
     def __init__(self, counter: ByteCounter) -> None:
-        """Begin with none."""
         self._counter, self.num_bytes = counter, 0
 
     def set(self, num_bytes: int) -> None:

@@ -149,7 +149,6 @@ class SwapSpace:
     length take turns in it. When nothing is lent any more, all slots are forgotten."""
 
     def __init__(self, file: SwapFile, budget: int | None) -> None:
-        """Start with an empty file, of at most ``budget`` bytes."""
         self._file, self._budget = file, budget
         self.size = self.lent_bytes = 0
         self.is_full = False  # as far as is known

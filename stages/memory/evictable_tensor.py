@@ -36,7 +36,6 @@ class TensorStore:
     """A store of tensors' bytes, where they are packed if that pays (``packs``), else as they are."""
 
     def __init__(self, store: Store, *, packs: bool) -> None:
-        """Take a store, in which nothing waits yet."""
         self.store, self.packs, self.own = store, packs, UnpooledBuffers()
         self.ahead = Worker("penstock-memory-parameters")  # prefetches
         self.resident = Share(store.tiers.device)  # bytes outside of the store

@@ -37,12 +37,10 @@ class Offload:
     exposed_seconds = property(operator.attrgetter("counts.exposed_seconds"))
 
     def __init__(self, packer: SavedTensorPacker, hooks: SavedTensorHooks) -> None:
-        """Made by ``offload``."""
         self._packer, self._hooks, self.counts = packer, hooks, packer.counts
         self._block: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Offload:
-        """From here on, what autograd saves leaves; one block at a time."""
         if self._block is not None:
             raise StageError(
                 "an offload is entered once at a time, found it entered; make another one inside"
@@ -52,7 +50,6 @@ class Offload:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Wait until all of it has left, and end the threads; raises what a thread raised."""
         assert self._block is not None, "a block is left after it was entered"
         block, self._block = self._block, None
         block.__exit__(kind, error, trace)
@@ -114,7 +111,6 @@ def offload(
 
 
 def _tensors(keep: object) -> list[Tensor]:
-    """Parameters and buffers of a model, or the tensors that were given."""
     if isinstance(keep, nn.Module):
         return [*keep.parameters(), *keep.buffers()]
     kept: list[Any] = list(keep) if isinstance(keep, Iterable) else [keep]

@@ -193,7 +193,6 @@ class EvictableParameter:
             yield kept[key], memory
 
     def _away(self, kept: Kept) -> dict[Any, EvictableTensor]:
-        """Return the places of what is kept of it in the store."""
         return {key: memory for key, memory in self._state.items() if memory.stored and key in kept}
 
     def evict(self) -> bool:
@@ -442,7 +441,6 @@ class OffloadedVersion:
     """The values that offloaded parameters had once, which some micro-batches still read."""
 
     def __init__(self, mirror: OffloadedParameters) -> None:
-        """Take those of now, while an update writes newer ones."""
         mirror.evict_all()
         self._mirror, self.memories = mirror, {one: one.memory for one in mirror.memories}
         mirror.versions.append(self)
@@ -627,7 +625,6 @@ class OffloadedParameters:
             self.prefetch(one.turn - 1, step=-1)
 
     def _arrives(self, one: EvictableParameter, gradient: Tensor) -> None:
-        """Ahead of adding ``gradient``: what there is of it comes."""
         self._ensure_resident(one)
         if not one.adds_in_store:
             one.bring_gradient()

@@ -105,12 +105,7 @@ class SavedRun:
     is over."""
 
     def __init__(
-        self,
-        stage: int,
-        micro_batch: int,
-        *,
-        packer: SavedTensorPacker,
-        compressor: LayerAwareCompressor,
+        self, stage: int, micro_batch: int, *, packer: SavedTensorPacker, compressor: LayerAwareCompressor
     ) -> None:
         self.stage, self.micro_batch = stage, micro_batch
         self.packer, self._compressor, self._numbers = packer, compressor, dict[Layer | None, int]()
@@ -315,17 +310,14 @@ class MemoryThread:
         self.slots.clear()
 
     def _come_to(self, run: SavedRun, layer: int, *, reads: bool) -> None:
-        """Queue the layer; wait while the device is full."""
         self._queue(Reached(run.stage, layer, reads, self._start), decide=reads and bool(run.left))
         if self._is_full():
             self._wait_for_room()
 
     def _is_full(self) -> bool:
-        """Return whether the device may have no room for what the next layer saves or reads."""
         return not self.tiers.device.fits(self._largest)
 
     def _wait_for_room(self) -> None:
-        """Wait while the device is full, and some of it is on its way out."""
         began, leaving = time.perf_counter(), self.tiers.leaving
         while self._is_full():
             self._queue(None, decide=True)

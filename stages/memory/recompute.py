@@ -5,6 +5,7 @@ it saved are forgotten. The second run saves the same ones in the same order, so
 which. Same bits: layers are seeded one by one, what entered is kept as it was, buffers are read as they were
 and left as they are. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 """
+# ruff: noqa: D102 (methods are those of KeepOnDevice)
 
 from __future__ import annotations
 
@@ -41,7 +42,6 @@ class RecomputedActivations(KeepOnDevice):
     def forward(
         self, micro_batch: int, keep: Iterable[Tensor] = (), recompute: Recompute | None = None
     ) -> Iterator[None]:
-        """The block in which the layers of ``micro_batch`` run for the first time."""
         assert recompute is not None, "what is not kept is made again"
         run = self._runs[micro_batch] = _Run(self._filter.also(keep), self._buffers)
         with torch.autograd.graph.saved_tensors_hooks(run.leave, operator.call):
@@ -49,20 +49,18 @@ class RecomputedActivations(KeepOnDevice):
         run.end(recompute)
 
     def ready(self, micro_batch: int) -> None:
-        """Run the forward of ``micro_batch`` again, and keep what it saves."""
         self._runs[micro_batch].recompute()
 
     def drop(self, micro_batch: int) -> None:
-        """Forget everything of ``micro_batch``."""
         self._runs.pop(micro_batch, None)
 
 
 class _Run:
-    """One forward: how the tensors that it saved looked, and from its second run on the tensors."""
+    """One forward: the geometry of the tensors that it saved, and from its second run on the tensors."""
 
     def __init__(self, parameters: ParameterFilter, buffers: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self.forward: Callable[[], object] | None = None
+        self._forward: Callable[[], object] | None = None
         self._looks: list[Look] = []
         self._made: list[tuple[Tensor, int]] = []  # with torch's count of the writes to them
         with torch.no_grad():
@@ -76,17 +74,14 @@ class _Run:
         return functools.partial(self._give, len(self._looks) - 1)
 
     def end(self, forward: Recompute) -> None:
-        """The first run is over: keep as they were only the buffers that it wrote to.
-
-        Torch counts not all writes."""
-        self.forward, self._parameters = forward, self._parameters.also(forward.tied)
+        """The first run is over: keep as they were only the buffers that it wrote to, counted by torch or
+        not."""
+        self._forward, self._parameters = forward.run, self._parameters.also(forward.tied)
         self._before = [(b, was) for b, was in self._before if not _same(b, was)]
 
     def recompute(self) -> None:
-        """The second run, with buffers as they were ahead of the first, and left as they are now.
-
-        Raises: StageError: it did not save what the first did, or wrote to what it had saved."""
-        if self.forward is None:
+        """The second run, with buffers as they were ahead of the first, and left as they are now."""
+        if self._forward is None:
             _not_read(None)
         if self._made:
             return
@@ -97,7 +92,7 @@ class _Run:
             try:
                 _fill(self._before)
                 with torch.autograd.graph.saved_tensors_hooks(self._keep, _not_read):
-                    self.forward()
+                    self._forward()
             finally:
                 _fill(list(zip(buffers, now, strict=True)))
         if len(self._made) != len(self._looks):
@@ -110,8 +105,8 @@ class _Run:
             return
         number = len(self._made)
         if number >= len(self._looks) or self._looks[number] != _look(tensor):
-            was = self._looks[number][1] if number < len(self._looks) else "nothing"
-            raise _other(f"saved a tensor of shape {tuple(tensor.shape)}", f"{was}")
+            before = self._looks[number][1] if number < len(self._looks) else "nothing"
+            raise _other(f"saved a tensor of shape {tuple(tensor.shape)}", f"{before}")
         self._made.append((tensor.detach(), version_of(tensor)))
 
     def _give(self, number: int) -> Tensor:

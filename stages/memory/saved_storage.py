@@ -150,7 +150,6 @@ class WriteCounter:
     __slots__ = ("_probe", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        """Begin with what ``tensor`` has seen so far."""
         probe = tensor.detach()  # shares the count, and keeps it when its memory is exchanged
         probe.data = empty(tensor.dtype, tensor.device)
         self._probe, self._version = probe, version_of(tensor)
@@ -306,7 +305,6 @@ class SavedStorage:
         self._has(None)
 
     def _has(self, memory: Bytes | None) -> None:
-        """Have these bytes in memory, or none; counted."""
         before, self._bytes = self._counted, memory
         self._counted = 0 if memory is None or memory.in_slot else self.num_bytes
         self._tiers.device.add(self._counted - before)

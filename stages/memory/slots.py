@@ -169,7 +169,6 @@ class SlotPool(Pool):
     """A pool whose buffers are ``slots``, by their number in a step. One thread takes, any gives."""
 
     def __init__(self) -> None:
-        """Start without memory: the first step has buffers of its own."""
         super().__init__()
         self.slots = Slots(new=self._new)
         self._begin()

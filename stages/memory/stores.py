@@ -43,7 +43,6 @@ class Store:
     tier = "packed"
 
     def __init__(self, options: StoreOptions = UNLIMITED) -> None:
-        """Start empty."""
         self._budget, self._frames = options.budget, dict[Hashable, Frame]()
         self._num_bytes: dict[Hashable, int] = {}  # of what was put or admitted
         self.tiers = options.tiers or Tiers()
@@ -142,7 +141,6 @@ class HostStore(Store):
     tier = "host"
 
     def __init__(self, options: StoreOptions = UNLIMITED) -> None:
-        """Start empty."""
         super().__init__(options)
         self._pinned, self._unpooled = PinnedPool(), UnpooledBuffers()
         self._devices: dict[Hashable, torch.device] = {}
@@ -181,9 +179,6 @@ class DiskStore(Store):
     tier = "disk"
 
     def __init__(self, options: StoreOptions = UNLIMITED) -> None:
-        """Start empty.
-
-        Raises:  ConfigError: the folder takes no file."""
         super().__init__(options)
         self.disk = options.disk or Disk(DiskOptions(path=options.path), tiers=self.tiers)
         self._entries: dict[Hashable, SwapEntry] = {}
@@ -238,7 +233,6 @@ class FallbackStore(Store):
     """A ``first`` store with limits, and a ``last`` one for what has no room there."""
 
     def __init__(self, first: Store, last: Store) -> None:
-        """Take stores that count in the same tiers."""
         super().__init__()
         self.stores, self.tiers = (first, last), first.tiers
         self._at: dict[Hashable, Store] = {}

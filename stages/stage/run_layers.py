@@ -109,7 +109,6 @@ def walk(
 
 
 def _run(layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, route: Route) -> Any:
-    """Run a layer that needs more care than a call."""
     tied = {node: env[node] for node in route.foreign if node.op == "get_attr" and node in env}
     function, args, kwargs = call_of(layer, env, parts, tied, samples=route.record.samples)
     with modes_of(layer):

@@ -19,7 +19,6 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ...compression.errors import StageError
 from ..torch_private import run_engine, saved_names, saved_tensor
 
 Root = tuple[torch.Tensor | GradientEdge, torch.Tensor | None]  # where a backward begins, with what
@@ -34,7 +33,6 @@ class Graph:
     """The nodes that a backward from ``roots`` runs: which come after each, and which before."""
 
     def __init__(self, roots: Sequence[Root]) -> None:
-        """Walk from ``roots``, each node once."""
         self.roots = [node_of(root) for root in roots]
         self.after: dict[Node, list[Node]] = {}
         self.before: dict[Node, list[Node]] = {}
@@ -84,7 +82,6 @@ class Sides:
     ``early``: the leaves of all others, which the first half must reach."""
 
     def __init__(self, graph: Graph, leading: set[Node]) -> None:
-        """``leading``: the nodes that lead to a goal, see ``Graph.leading``."""
         self._graph = graph
         self._owners: dict[Node, Node | None] = {}
         self._whole: set[Node | None] = set()
@@ -131,7 +128,6 @@ class Arrived:
     __slots__ = ("gradients",)
 
     def __init__(self) -> None:
-        """Nothing has arrived."""
         self.gradients: tuple[torch.Tensor | None, ...] | None = None
 
     def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
@@ -163,7 +159,6 @@ class Split:
     """The backward of one micro-batch: ``inputs`` once, then ``weights`` once."""
 
     def __init__(self, roots: Sequence[Root]) -> None:
-        """From ``roots``; nothing runs yet."""
         self._roots = roots
         self._leaves: list[Node] | None = None  # that the second half starts for from the roots; None: all
         self._halves: list[tuple[Node, _Kept, list[Node]]] = []
@@ -251,7 +246,6 @@ def _saved_names(kind: type[Node]) -> tuple[str, ...]:
 
 
 def _release(nodes: Iterable[Node]) -> None:
-    """Let go of the tensors that ``nodes`` saved: they do not run again."""
     for node in nodes:
         for name in _saved_names(type(node)):
             saved = saved_tensor(node, name)
@@ -267,9 +261,3 @@ def exchange(saved: Any, pack: Callable[[torch.Tensor], Any], unpack: Callable[[
 
 def _refuse(_: None) -> torch.Tensor:
     raise RuntimeError("this part of the graph ran in the first half of a backward and was let go of")
-
-
-def of_backward(error: Exception) -> StageError:
-    """Return the error for one that a backward raised."""
-    found = str(error) if isinstance(error, StageError) else f"backward: {type(error).__name__}: {error}"
-    return StageError(found)

@@ -2,13 +2,14 @@
 
 What keeps the bits: random layers are seeded one by one; received tensors enter as neither leaf nor view,
 and their gradient is taken raw; a value that goes on to later stages brings its gradient back as one more
-root of this stage's own backward, so autograd adds in its own order; what ran is held against the probe.
+root of this stage's own backward, so autograd adds in its own order.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...compression.errors import StageError
 from ..device import Device
-from ..memory.activations import KeepOnDevice, SavedActivations
+from ..memory.activations import KeepOnDevice, Recompute, SavedActivations
 from ..memory.parameter_offload import OffloadedParameters
 from ..memory.prefetch import MemoryThread
 from ..memory.recompute import RecomputedActivations
@@ -28,63 +29,37 @@ from ..tracing.dataflow import Value
 from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, parts_within, run_output
 from ..weight_versions.versions import WeightVersions
 from .nan_check import Guard, Watch
-from .run_layers import NO_LAYERS, Observer, Receive, walk
-from .split_backward import Root, Split, of_backward, run
+from .run_layers import NO_LAYERS, Receive, walk
+from .split_backward import Root, Split, run
 from .value_routing import Route
 from .weights_first import Reuse, run_weights_first
 
 
-class Frozen:
-    """Remembers which parameters of ``parts`` were frozen, to name them if they are no longer."""
-
-    def __init__(self, parts: Parts) -> None:
-        parameters = [(name, t) for name, t in parts.named_tensors() if isinstance(t, nn.Parameter)]
-        self.frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
-
-    def refuse(self, value: Value) -> NoReturn:
-        """Refuse to send a value that asks for a gradient, and did not when traced."""
-        unfrozen = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
-        why = "it must detach always, or never, or not be cut behind"
-        if unfrozen:
-            why = f"{', '.join(unfrozen)} unfrozen; make the Pipeline anew and load its state_dict()"
-        raise StageError(
-            f"layer {value.name} returned a tensor that requires a gradient, and when it was traced it "
-            f"did not: {why}"
-        )
-
-
+@dataclasses.dataclass(slots=True, eq=False)
 class Running:
-    """``roots`` of what it sent, ``gradients`` of what it received, by value; its ``loss``; its ``watch``.
+    """A micro-batch between its forward and its backward; values are known by number.
 
-    ``asks``: which received values asked for a gradient when traced; none comes to one frozen since."""
+    ``asks``: received values that asked for a gradient when traced; none comes to one frozen since."""
 
-    __slots__ = ("asks", "gradients", "loss", "roots", "split", "watch")
-
-    def __init__(self, asks: Sequence[int]) -> None:
-        """Its forward begins."""
-        self.asks = asks
-        self.roots: dict[int, GradientEdge] = {}
-        self.gradients: dict[int, torch.Tensor] = {}
-        self.loss: torch.Tensor | None = None
-        self.split: Split | None = None  # between the halves of its backward
-        self.watch: Watch | None = None  # with a guard
+    asks: Sequence[int]
+    roots: dict[int, GradientEdge] = dataclasses.field(default_factory=dict)  # of what it sent
+    gradients: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)  # of what it received
+    loss: torch.Tensor | None = None
+    split: Split | None = None  # between the halves of its backward
+    watch: Watch | None = None  # with a guard
 
     def begins(self, gradients: Mapping[int, torch.Tensor | None]) -> list[Root]:
         """Roots of its backward: at its loss, and at what it sent of which a gradient came back."""
-        found: list[Root] = [] if self.loss is None else [(self.loss, None)]
-        return found + [(edge, g) for n, edge in self.roots.items() if (g := gradients[n]) is not None]
+        roots: list[Root] = [] if self.loss is None else [(self.loss, None)]
+        return roots + [(edge, g) for n, edge in self.roots.items() if (g := gradients[n]) is not None]
 
     def ends(self) -> dict[int, torch.Tensor | None]:
         """The gradients of what it received."""
         return {number: self.gradients.pop(number, None) for number in self.asks}
 
 
-def entered(
-    received: Mapping[int, Any],
-    route: Route,
-    *,
-    anchor: torch.Tensor,
-    gradients: dict[int, torch.Tensor],
+def enter(
+    received: Mapping[int, Any], route: Route, anchor: torch.Tensor, gradients: dict[int, torch.Tensor]
 ) -> dict[int, Any]:
     """Make what was received neither leaf nor view; its ``gradients`` are filled by number."""
     values = dict(received)
@@ -94,36 +69,19 @@ def entered(
     return values
 
 
-class Again:
-    """Runs the layers of one forward again: made ahead of the first run, called ahead of the backward.
+def recomputation(
+    received: Mapping[int, Any], parts: Parts, *, route: Route, anchor: torch.Tensor, **options: Any
+) -> Recompute:
+    """Return what runs the layers of a forward again, with the ``options`` of its ``walk``.
 
-    Args:       received: what entered; of what the layers write to a copy is kept.
-                moved: names of layers whose modules are not set as they were when traced, at the first run.
-                observers: of the layers as they run again.
-    Attributes: tied: parameters of other stages among what is kept."""
+    It is made ahead of the first run: of what the layers write to it keeps a copy."""
+    known = route.record.values
+    kept = {n: copied(item) if known[n].writers else item for n, item in received.items()}
 
-    def __init__(
-        self,
-        received: Mapping[int, Any],
-        parts: Parts,
-        *,
-        route: Route,
-        anchor: torch.Tensor,
-        seed: Callable[[str], int],
-        generators: Sequence[torch.Generator],
-        moved: Collection[str],
-        observers: Sequence[Observer],
-    ) -> None:
-        known = route.record.values
-        self._kept = {n: copied(item) if known[n].writers else item for n, item in received.items()}
-        self._parts, self._route, self._anchor = parts, route, anchor
-        self._options: Any = {"seed": seed, "generators": generators, "moved": moved, "observers": observers}
-        self.tied: Sequence[torch.Tensor] = [self._kept[number] for number in route.tied]
+    def run() -> None:
+        walk(enter(kept, route, anchor, {}), parts, route=route, **options)  # whose graph is nobody's
 
-    def __call__(self) -> None:
-        """Run them; the graph that this makes is nobody's."""
-        values = entered(self._kept, self._route, anchor=self._anchor, gradients={})
-        walk(values, self._parts, route=self._route, **self._options)
+    return Recompute(run, [kept[number] for number in route.tied])
 
 
 _NOTHING = contextlib.nullcontext()
@@ -170,7 +128,8 @@ class Stage:
         self.others: dict[int, tuple[Traced, Parts]] = {}  # of records for other shapes
         self.generators = self.device.generators
         self.moved = NO_LAYERS
-        self.asked = Frozen(self.parts["train"])
+        named = self.parts["train"].named_tensors()
+        self.frozen = {name: t for name, t in named if isinstance(t, nn.Parameter) and not t.requires_grad}
         self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch)
         self.autocast, self.guard = autocast, guard
         self.weights_first, self.recompute, self.reuse = weights_first, recompute, Reuse()
@@ -179,8 +138,7 @@ class Stage:
         self.mirror = mirror
         self.sums_in_place = True  # gradients of micro-batches; else somebody takes those of each
         self.stores = store is not None or recompute  # what its forwards save is not where autograd put it
-        tensors, self.saved = self._tensors(), KeepOnDevice()
-        parameters = ParameterFilter(tensors, mirror)
+        self.saved, parameters = KeepOnDevice(), ParameterFilter(self.tensors, mirror)
         self.parameter_observers = self.observers = () if mirror is None else (mirror.layer_done,)
         if store is not None:
             self.saved = SavedActivations(
@@ -194,7 +152,7 @@ class Stage:
             )
             self.observers = self.saved.layer_done, *self.observers
         elif recompute:
-            buffers = {id(t): t for t in tensors if not isinstance(t, nn.Parameter)}
+            buffers = {id(t): t for t in self.tensors if not isinstance(t, nn.Parameter)}
             self.saved = RecomputedActivations(parameters, buffers.values())
         elif mirror is not None:
             self.saved = KeepOnDevice(parameters)
@@ -202,11 +160,8 @@ class Stage:
         self.plain &= mirror is None and autocast is None and not self.device.is_gpu
 
     @property
-    def held(self) -> set[int]:
-        """The identities of all parameters and buffers that the layers name, in both modes."""
-        return {id(tensor) for tensor in self._tensors()}
-
-    def _tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
+        """All parameters and buffers that the layers name, in both modes."""
         return [tensor for parts in self.parts.values() for _, tensor in parts.named_tensors()]
 
     def stop(self) -> None:
@@ -243,27 +198,40 @@ class Stage:
         Returns: the values to send, by number, and the model's outputs on the last stage, else None."""
         running = self.running[micro_batch] = Running(route.asks)
         parts = self._parts_for("train", route)
-        how: Any = {"seed": seed, "generators": self.generators, "moved": self.moved}
-        again = None
+        how: Any = {"route": route, "seed": seed, "generators": self.generators, "moved": self.moved}
+        again, observers = None, self.parameter_observers
         if self.recompute:
-            observers = self.parameter_observers
-            again = Again(received, parts, route=route, anchor=self.anchor, observers=observers, **how)
-        values = entered(received, route, anchor=self.anchor, gradients=running.gradients)
-        with _NOTHING if self.plain else self._inside(micro_batch, batch, values, route, again):
+            again = recomputation(received, parts, anchor=self.anchor, observers=observers, **how)
+        values = enter(received, route, self.anchor, running.gradients)
+        tied = [values[number] for number in route.tied]
+        with _NOTHING if self.plain else self._inside(micro_batch, batch, tied, again):
             running.watch = self.guard and self.guard.watch(received, route)
-            env = walk(values, parts, route=route, observers=self.observers, watch=running.watch, **how)
+            env = walk(values, parts, observers=self.observers, watch=running.watch, **how)
             sent = {}
             for number, _ in route.sends:
                 item, known = values[number], route.record.values[number]
-                sent[number] = self._as_it_is(item) if known.parameter else item
+                sent[number] = item
+                if known.parameter and self.weights.moves:
+                    # behind the forward another version may be in its place, or its memory gone
+                    sent[number] = item.detach().clone().requires_grad_(item.requires_grad)
                 if isinstance(item, torch.Tensor) and item.requires_grad:
                     if not known.requires_grad:
-                        self.asked.refuse(known)
+                        self._refuse(known)
                     running.roots[number] = get_gradient_edge(item)
         return sent, run_output(route.traced, env, parts) if self.last else None
 
+    def _refuse(self, value: Value) -> NoReturn:
+        """Refuse to send a value that asks for a gradient, and did not when traced."""
+        unfrozen = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
+        why = "it must detach always, or never, or not be cut behind"
+        if unfrozen:
+            why = f"{', '.join(unfrozen)} unfrozen; make the Pipeline anew and load its state_dict()"
+        raise StageError(
+            f"layer {value.name} returned a tensor that requires a gradient, and when it was traced it "
+            f"did not: {why}"
+        )
+
     def _parts_for(self, mode: str, route: Route) -> Parts:
-        """The parts of the layers of ``route``, which may be of another record than the first."""
         traced = route.traced
         if traced is self.traced[mode]:
             return self.parts[mode]
@@ -278,10 +246,8 @@ class Stage:
 
     @contextlib.contextmanager
     def _inside(
-        self, micro_batch: int, batch: int, values: Mapping[int, Any], route: Route, again: Again | None
+        self, micro_batch: int, batch: int, tied: Sequence[torch.Tensor], again: Recompute | None
     ) -> Iterator[None]:
-        """The block in which the layers of a forward run."""
-        tied = [values[number] for number in route.tied]
         with (
             self.device.current(),
             self.weights.forward(micro_batch, batch),
@@ -289,13 +255,6 @@ class Stage:
             self.saved.forward(micro_batch, tied, again),
         ):
             yield
-
-    def _as_it_is(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A tied parameter to send: behind the forward, another version may be in its place, or its memory
-        gone."""
-        if not self.weights.moves:
-            return parameter
-        return parameter.detach().clone().requires_grad_(parameter.requires_grad)
 
     def fetch(self, micro_batch: int | None) -> None:
         """Ahead of ``backward``: begin to bring back the parameters that it reads first."""
@@ -320,15 +279,23 @@ class Stage:
         """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
         running = self.running.pop(micro_batch)
         try:
-            with self.weights.backward(micro_batch):
+            with self._inside_backward(micro_batch):
                 self._ready(micro_batch)
                 roots = running.begins(gradients)
                 run_weights_first(roots, self.anchor, self.reuse) if self.weights_first else run(roots)
-        except Exception as error:
-            raise of_backward(error) from error
         finally:
             self._forget(micro_batch)
         return running.ends()
+
+    @contextlib.contextmanager
+    def _inside_backward(self, micro_batch: int) -> Iterator[None]:
+        try:
+            with self.weights.backward(micro_batch):
+                yield
+        except StageError as error:
+            raise StageError(str(error)) from error
+        except Exception as error:
+            raise StageError(f"backward: {type(error).__name__}: {error}") from error
 
     def backward_inputs(
         self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
@@ -337,16 +304,13 @@ class Stage:
 
         Where nothing was received whose gradient is asked for, it only keeps ``gradients``."""
         running = self.running[micro_batch]
-        try:
-            with self.weights.backward(micro_batch):
-                running.split = Split(running.begins(gradients))
-                if running.asks:
-                    self._ready(micro_batch)
-                    others = [other.split for other in self.running.values() if other.split is not None]
-                    waiting = others[:-1] if self.sums_in_place else []
-                    running.split.inputs(self.anchor, release=not self.stores, waiting=waiting)
-        except Exception as error:
-            raise of_backward(error) from error
+        with self._inside_backward(micro_batch):
+            running.split = Split(running.begins(gradients))
+            if running.asks:
+                self._ready(micro_batch)
+                others = [other.split for other in self.running.values() if other.split is not None]
+                waiting = others[:-1] if self.sums_in_place else []
+                running.split.inputs(self.anchor, release=not self.stores, waiting=waiting)
         running.loss, running.roots = None, {}
         return running.ends()
 
@@ -355,22 +319,18 @@ class Stage:
         running = self.running.pop(micro_batch)
         assert running.split is not None
         try:
-            with self.weights.backward(micro_batch):
+            with self._inside_backward(micro_batch):
                 if not running.asks:
                     self._ready(micro_batch)
                 running.split.weights()
-        except Exception as error:
-            raise of_backward(error) from error
         finally:
             self._forget(micro_batch)
 
     def _ready(self, micro_batch: int) -> None:
-        """Bring what the forward saved back into memory."""
         with self.device.current(), casting(self.autocast, self.device.torch):  # layers may run again
             self.saved.ready(micro_batch)
 
     def _forget(self, micro_batch: int) -> None:
-        """Nothing of ``micro_batch`` is left."""
         self._drop(micro_batch)
         self.weights.done(micro_batch)
 

@@ -124,7 +124,6 @@ class Reuse:
                 num_reused: how often it was done."""
 
     def __init__(self, *, least: int = LEAST) -> None:
-        """Nothing was tried; gradients of fewer than ``least`` bytes have memory of their own."""
         self.verdicts: dict[Hashable, bool] = {}
         self.num_reused = 0
         self._least = 0
@@ -184,7 +183,6 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _key(function: Any, operands: Sequence[Any]) -> Hashable:
-    """All that may choose the kernels of a call."""
     told = [
         (item.size(), item.stride(), item.dtype, item.device, item.data_ptr() % _ALIGNED)
         if isinstance(item, Tensor)
@@ -313,7 +311,6 @@ def _feature_map(node: Any, leading: set[Node]) -> str | None:
 
 
 def _let_go(saved: Any) -> None:
-    """Let go of a saved tensor that is not read again, here or in a memory tier."""
     kept = None
     with contextlib.suppress(RuntimeError):  # there is none
         kept = getattr(saved, "data", None)

@@ -64,7 +64,6 @@ class WeightPredictor:
             arXiv 2312.00839: Adam, AdamW)."""
 
     def __init__(self) -> None:
-        """No optimizer is known yet."""
         self._optimizer: Optimizer | None = None
 
     def bind(self, optimizer: Optimizer) -> None:
@@ -102,7 +101,6 @@ class StashedVersion:
     def __init__(
         self, number: int, tensors: Iterable[Tensor] = (), *, ours: bool = True, store: Store | None
     ) -> None:
-        """Begin in place, or with ``tensors``."""
         self.number, self.tensors, self.ours = number, list(tensors), ours
         self.store, self._fresh = store, UnpooledBuffers()
         self._frames: dict[int, tuple[object, int]] = {}  # by place in tensors: key and bytes
@@ -170,7 +168,6 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All the memory of ``tensor`` as one row."""
     dtype, storage = dtype or tensor.dtype, tensor.untyped_storage()
     row = torch.empty(0, dtype=torch.uint8, device=tensor.device).view(dtype)
     return row.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
@@ -330,7 +327,6 @@ class LatestWeights(WeightVersions):
         self._start()
 
     def _exchange_gradients(self, gradients: Gradients | None) -> Gradients:
-        """Have the parameters these gradients, and return those that they had."""
         before: Gradients = [p.grad for p in self.parameters]
         for place, parameter in enumerate(self.parameters):
             there = gradients[place] if gradients else None
@@ -363,7 +359,6 @@ Gradients = list[EvictableTensor | Tensor | None]  # of parameters, of which som
 
 
 def _discard(gradients: Iterable[EvictableTensor | Tensor | None]) -> None:
-    """Forget gradients, and what a store has of them."""
     for one in gradients:
         if isinstance(one, EvictableTensor):
             one.drop()
@@ -398,7 +393,6 @@ class WeightStashing(LatestWeights):
     def __init__(
         self, rule: VersionRule, policy: WeightPolicy, *, options: StoreOptions, **placed: Any
     ) -> None:
-        """Keep versions in the policy's tier while no instruction reads them."""
         self.store = None if policy.tier == "device" else open_store(policy.tier, options)
         super().__init__(rule, policy, **placed)
 
