@@ -22,9 +22,7 @@ from ..compression.names import AUTO, GPU, HOST, is_device
 from .worker import Stream, Work
 
 CPU = torch.device(HOST)
-KINDS = (HOST, GPU)
-"""The kinds of device whose tensors we pack."""
-
+KINDS = (HOST, GPU)  # of device whose tensors we pack
 T = TypeVar("T")
 
 
@@ -64,7 +62,7 @@ class Device:
         return Stream()
 
     def reached(self) -> Work[None]:
-        """Return the point that the computing has reached: what was computed by now is there behind it."""
+        """Return the point that the computing has reached: what was computed is there behind it."""
         return Work(None)
 
     def wait_for(self, work: Work[Any]) -> None:

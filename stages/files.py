@@ -1,7 +1,5 @@
-"""Files that are there whole or not at all, and one sentence where the file system refuses them.
-
-A run may be killed, and a disk may fill up, in the middle of every write; what a reader finds under a name
-must be that file. So all is written beside it, as ``NAME.*.part``, and renamed when it is whole."""
+"""Files that are there whole or not at all: written as ``NAME.*.part``, and renamed when they are whole; and
+one sentence where the file system refuses them."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ _PART = re.compile(r".+\.[0-9a-f]{8}\.part", re.DOTALL)
 def writing(path: str | Path) -> Iterator[Path]:
     """Write a file whole or not at all: the block writes to the path that it gets, which then takes the name.
 
-    Raises: ConfigError: the file system refuses; nothing is left of the file, and a former one stays.
-    """
+    Raises: ConfigError: the file system refuses; a former file stays."""
     target = Path(os.path.realpath(path))
     part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
     with refusing(path):
@@ -59,9 +56,7 @@ def writing(path: str | Path) -> Iterator[Path]:
 
 
 def open_regular(path: str | Path, *, most: int | None = None) -> io.BufferedReader:
-    """Open a file to read it, but no pipe or device, which may have no end, nor one of over ``most`` bytes.
-
-    Raises: OSError: it is not there, or refused."""
+    """Open a file to read it, but no pipe or device, which may not end, nor one of over ``most`` bytes."""
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     found = os.fstat(file.fileno())
     if stat.S_ISREG(found.st_mode) and (most is None or found.st_size <= most):
@@ -73,10 +68,7 @@ def open_regular(path: str | Path, *, most: int | None = None) -> io.BufferedRea
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep a file's bytes, or a folder's names.
-
-    The bytes first, then the name that leads to them, and behind both what refers to that name, such as an
-    index: a machine that ends in between then leaves nothing that leads nowhere."""
+    """Have the disk keep a file's bytes, or a folder's names: the bytes first, then what leads to them."""
     try:
         file = os.open(path, os.O_RDONLY)
         try:
@@ -90,10 +82,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def refusing(path: str | Path) -> Iterator[None]:
-    """Turn what the file system refuses into one sentence.
-
-    Raises: ConfigError: no space, no permission, no such place.
-    """
+    """Turn what the file system refuses into one sentence, a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -107,8 +96,8 @@ def reason(error: OSError) -> str:
 
 def remedy(error: OSError) -> str:
     """Return what a person can do about it."""
-    first = REMEDIES.get(error.errno or 0, "")
-    return f"{first or 'see to it'}, or choose another folder (a run's is hydra.run.dir=)"
+    first = REMEDIES.get(error.errno or 0, "see to it")
+    return f"{first}, or choose another folder (a run's is hydra.run.dir=)"
 
 
 def save_json(path: str | Path, content: Mapping[str, Any], *, indent: int = 2) -> None:

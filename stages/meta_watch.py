@@ -1,13 +1,12 @@
 """Chance and writes of a run that autograd does not count.
 
-On the meta device nothing is drawn or written, but torch's dispatch says which calls would (``MetaWatch``).
-In a real run the state of a generator tells it, and the bytes of a memory (``Contents``): a write through
-``.data`` or NumPy, or by a kernel that gives no version. A saved tensor is what its memory holds by its
-backward, so a later layer that writes there changes a gradient; on another stage it would write elsewhere."""
+On the meta device torch's dispatch says which calls would draw or write (``MetaWatch``); in a real run the
+bytes of a memory tell it (``Contents``): a write through ``.data`` or NumPy, or by a kernel that gives no
+version. A later layer that writes to what is saved changes a gradient; on another stage it writes elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +42,7 @@ class MetaWatch(TorchDispatchMode):
         """Nothing follows from a seed here."""
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
@@ -86,8 +81,7 @@ def watching() -> MetaWatch | None:
 
 
 class Contents:
-    """Copy of the memory of some tensors; those on the meta device hold nothing, and of these a
-    ``MetaWatch`` knows the writes."""
+    """Copy of the memory of some tensors; of those on the meta device a ``MetaWatch`` knows the writes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._watch = watching()
@@ -111,10 +105,9 @@ def _same(now: torch.UntypedStorage, then: torch.UntypedStorage) -> bool:
     if now.nbytes() != then.nbytes():
         return True
     words, rest = divmod(then.nbytes(), 8)
-    same = torch.equal(_row(now, torch.int64, words), _row(then, torch.int64, words))
-    tails = (_row(storage, torch.uint8, rest, start=words * 8) for storage in (now, then))
-    return same and torch.equal(*tails)
 
+    def rows(dtype: torch.dtype, start: int, size: int) -> Iterator[torch.Tensor]:
+        for storage in (now, then):
+            yield torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, (size,), (1,))
 
-def _row(storage: torch.UntypedStorage, dtype: torch.dtype, size: int, *, start: int = 0) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, (size,), (1,))
+    return torch.equal(*rows(torch.int64, 0, words)) and torch.equal(*rows(torch.uint8, words * 8, rest))

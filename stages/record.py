@@ -1,8 +1,7 @@
 """Plain JSON data read strictly into frozen dataclasses.
 
-Plans and profiles come from files that anybody may have written or damaged: data, never code (law L9). Every
-field must be there that has no default (a file may be older than the field), nothing else may be, every value
-has its type; a PlanError says where that does not hold.
+Every field must be there that has no default (a file may be older than the field), nothing else may be, every
+value has its type; a PlanError says where that does not hold. It is data, never code (law L9).
 """
 
 import dataclasses
@@ -21,21 +20,21 @@ IN_PROCESS = {"json": False}
 
 
 def reduced(record: Any) -> tuple[Any, ...]:
-    """Return what a copied or pickled record is made from again: all fields but those of this process.
-
-    A frozen dataclass takes it as its ``__reduce__``.
-    """
-    kept = {
-        f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.metadata.get("json", True)
-    }
+    """Return the ``__reduce__`` of a record, which is pickled without the fields of this process."""
+    kept = {field.name: getattr(record, field.name) for field in _json_fields(type(record))}
     return functools.partial(type(record), **kept), ()
+
+
+def _json_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.metadata.get("json", True)]
 
 
 def json_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as JSON data, which ``read`` takes."""
-    absent = {f.name: None for f in dataclasses.fields(record) if not f.metadata.get("json", True)}
+    names = {field.name for field in _json_fields(record)}
+    absent = {field.name: None for field in dataclasses.fields(record) if field.name not in names}
     data = dataclasses.asdict(dataclasses.replace(record, **absent))
-    return {name: value for name, value in data.items() if name not in absent}
+    return {name: data[name] for name in data if name in names}
 
 
 def load_json(path: str | Path, kind: str) -> Any:
@@ -82,8 +81,7 @@ def _whole(key: str, where: str) -> int:
 
 
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
-    hints = typing.get_type_hints(kind)
-    fields = [field for field in dataclasses.fields(kind) if field.metadata.get("json", True)]
+    hints, fields = typing.get_type_hints(kind), _json_fields(kind)
     names = [field.name for field in fields]
     needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     if not isinstance(value, dict):

@@ -1,9 +1,8 @@
 """Tensors in one safetensors file, which no interruption can leave half true, read back one by one.
 
-The library's own writer gives a hidden file its whole length and its header first, and a kill leaves zeros
-that open as a model. Here bytes follow each other: no file is safetensors before its last byte is written.
-A file with notes has a checksum of every tensor in its header, so whoever knows the header's reads what it
-needs and no byte more, and knows that this is what was written."""
+The library's own writer writes its header first, and a kill leaves zeros that open as a model. Here no file
+is safetensors before its last byte is written. A file with notes has a checksum of every tensor in its
+header, so whoever knows the header's reads what it needs and knows that this is what was written."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ INDEX = ".index.json"
 
 
 class Receipt(NamedTuple):
-    """By what a file is known again: its length in bytes, and the checksum of its header."""
+    """Length of a file in bytes, and the checksum of its header."""
 
     num_bytes: int
     header: str
@@ -50,17 +49,13 @@ def write_tensors(
     Raises: ConfigError: the file system refuses.
     """
     read = read or tensors.__getitem__
-    names = in_order(tensors)
-    checksums = dict.fromkeys(tensors, _UNKNOWN)
+    names, checksums = in_order(tensors), dict.fromkeys(tensors, _UNKNOWN)
     header, end = dict[str, Any](), 0
     for name in names:
         tensor, start = tensors[name], end
         end += tensor.nbytes
-        header[name] = {
-            "dtype": _name_of(tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        place = {"shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _name_of(tensor.dtype), **place}
     begin = _begin(header, notes, tensors, checksums)
     with writing(path) as part, part.open("wb") as file:
         file.write(begin if notes is None else bytes(len(begin)))  # zeros are no safetensors
@@ -107,17 +102,13 @@ class Entry(NamedTuple):
 
 
 class _SafetensorsFile:
-    """Reads headers, and believes nothing of what they say before it is held against the file."""
-
     path: Path
     error: type[PenstockError]
     damage: str  # a sentence around what was ``found``
     remedy: str
 
     def _header(self, path: Path, *, num_bytes: int | None = None) -> tuple[bytes, int]:
-        """Return the first bytes of a file up to its tensors, and the bytes of all of it.
-
-        Args:    num_bytes: that it must have."""
+        """Return the first bytes of a file up to its tensors, and the ``num_bytes`` of all of it."""
         with open_regular(path) as file:
             size, begin = path.stat().st_size, file.read(8)
             if num_bytes not in (None, size):
@@ -142,7 +133,7 @@ class _SafetensorsFile:
 
 def _entries(path: Path, header: Mapping[str, Any], begin: int, size: int) -> dict[str, Entry]:
     """Read what a header of ``begin`` bytes says of each tensor; raises ValueError where that cannot be."""
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name, entry in header.items():
         start, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
@@ -154,16 +145,12 @@ def _entries(path: Path, header: Mapping[str, Any], begin: int, size: int) -> di
             raise ValueError("sizes are numbers from 0 on")
         if end - start != math.prod(shape) * dtype.itemsize or begin + end > size:
             raise ValueError("its bytes are not all there")
-        found[name] = Entry(path, begin + start, dtype, shape)
-    return found
+        entries[name] = Entry(path, begin + start, dtype, shape)
+    return entries
 
 
 class TensorFile(_SafetensorsFile):
-    """A file that ``write_tensors`` wrote with notes.
-
-    Attributes: notes: those it was written with. names: of its tensors.
-    Raises:     CheckpointError: it is not the file of the ``receipt``.
-    """
+    """A file that ``write_tensors`` wrote with ``notes``; CheckpointError if it has another ``receipt``."""
 
     error, remedy = CheckpointError, "take an earlier checkpoint"
     damage = "{path} is damaged: {found} since it was written"
@@ -182,10 +169,7 @@ class TensorFile(_SafetensorsFile):
         self.names = frozenset(self._entries)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor with the strides that it had.
-
-        Raises: CheckpointError: its bytes were altered, or cannot be read.
-        """
+        """Return a tensor with the strides that it had; CheckpointError if it was altered."""
         entry = self._entries[name]
         data = bytearray(math.prod(entry.shape) * entry.dtype.itemsize)
         with self._refusing():
@@ -206,8 +190,7 @@ class TensorFile(_SafetensorsFile):
 class WeightsFile(_SafetensorsFile):
     """The tensors that people bring in ``path``: a safetensors file, or the index of several.
 
-    The library maps a file, so that all that was looked at counts as memory of the process; here no byte is
-    read that is not asked for, and none is held twice.
+    The library maps a file, so that all that was looked at counts as memory of the process.
 
     Attributes: entries: by name. digest: of all that the headers say; the same files have the same.
     Raises:     ConfigError: it cannot be read, or is none."""
@@ -235,9 +218,7 @@ class WeightsFile(_SafetensorsFile):
         self.digest = checksum(b"".join(begins))
 
     def read(self, name: str, out: Tensor) -> None:
-        """Copy a tensor into ``out``, which has its dtype and shape; into the memory of the host at once.
-
-        Raises: ConfigError: the file cannot be read, or is shorter than it was."""
+        """Copy a tensor into ``out``, which has its dtype and shape; ConfigError if the file is shorter."""
         entry = self.entries[name]
         direct = out.device == CPU and out.is_contiguous()
         whole = out.detach() if direct else torch.empty(entry.shape, dtype=entry.dtype)
@@ -248,16 +229,16 @@ class WeightsFile(_SafetensorsFile):
             out.copy_(whole)
 
     def _parts(self) -> dict[Path, set[str]]:
-        """The files, each with the names that are looked for in it; none: all that it has."""
+        """Return the files, each with the names that are looked for in it; none: all that it has."""
         if not self.path.name.endswith(INDEX):
             return {self.path: set()}
-        found: dict[Path, set[str]] = {}
+        parts: dict[Path, set[str]] = {}
         with open_regular(self.path, most=LONGEST_HEADER) as index:
             for name, file in json.load(index)["weight_map"].items():
                 if Path(file).name != file:
                     raise self._damaged(f"it names {file}, and its files lie beside it")
-                found.setdefault(self.path.with_name(file), set()).add(name)
-        return found
+                parts.setdefault(self.path.with_name(file), set()).add(name)
+        return parts
 
 
 def checksum(data: Any) -> str:
@@ -276,21 +257,14 @@ def _begin(
     """Return the first bytes of a file, as many whatever the checksums are."""
     header = dict(entries)
     if notes is not None:
-        # What repeats its elements is written, and comes back, row by row.
-        strides = {
-            n: list(t.stride()) for n, t in tensors.items() if 0 not in t.stride() and t.stride() != _rows(t)
-        }
-        notes = {"notes": notes, "checksums": checksums, "strides": strides}
-        described = json.dumps(notes, allow_nan=True)
+        # what repeats its elements is written, and comes back, row by row
+        rows = {name: torch.empty(t.shape, device="meta").stride() for name, t in tensors.items()}
+        others = {n: t.stride() for n, t in tensors.items() if 0 not in t.stride() and t.stride() != rows[n]}
+        described = json.dumps({"notes": notes, "checksums": checksums, "strides": others})
         header = {"__metadata__": {"penstock": described}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _rows(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of such a tensor row by row; is_contiguous leaves those of dimensions of 1 open."""
-    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -301,7 +275,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 @functools.cache
 def _name_of(dtype: torch.dtype) -> str:
-    """Return the format's name for ``dtype``, from the library, which knows them all."""
     from safetensors.torch import save
 
     return json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"]
@@ -309,7 +282,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 @functools.cache
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype that the format calls so; raises where it knows none."""
+    """Return the dtype that the format calls so, from the library; raises where it knows none."""
     from safetensors.torch import load
 
     text = json.dumps({"": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()

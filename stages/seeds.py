@@ -1,7 +1,4 @@
-"""Random layers are seeded one by one, so that a run does not depend on how the model is cut.
-
-Torch has one generator for each device of a process, and Python and NumPy one: where ranks are threads, who
-seeds them, draws and puts them back does it in one turn."""
+"""Random layers are seeded one by one, so that a run does not depend on how the model is cut."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from .meta_watch import watching
 from .torch_private import tree_leaves
 
 TURN = threading.RLock()
-"""Held by whoever seeds and draws from generators of the process, or exchanges methods of torch; nobody who
-holds it waits for another rank. Not a state: it guards those that torch, Python and NumPy have once."""
+"""Held by whoever seeds and draws from generators of the process, or exchanges methods of torch, which ranks as
+threads share; nobody who holds it waits for another rank. It is no state."""
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
@@ -31,8 +28,7 @@ def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
 
 
 def generators_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.Generator, ...]:
-    """Generators that random layers draw from where these tensors are; the CPU's is always among them, and
-    where tensors without values are looked at what stands for one there."""
+    """Generators that random layers draw from where these tensors are: always the CPU's, and a ``MetaWatch``."""
     places = {CPU: None} | {t.device: None for t in tensors if is_gpu(t.device)}
     found: dict[int, Any] = {id(g): g for place in places for g in device_of(place).generators}
     watch = watching()
@@ -59,7 +55,7 @@ def drew(generators: Sequence[torch.Generator], before: Sequence[torch.Tensor]) 
 def seeded(seed: int | None, generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Run a random layer from ``seed`` (None: from where they are); put the states back afterwards."""
     with TURN:
-        before = [generator.get_state() for generator in generators]
+        before = states_of(generators)
         if seed is not None:
             for generator in generators:
                 generator.manual_seed(seed)

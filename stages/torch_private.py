@@ -5,6 +5,7 @@ A release of torch may change any of them; ``tests/stages/test_torch_private.py`
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -59,39 +60,23 @@ def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
-def num_tensor_holders(tensor: Any) -> int:
-    """Number of holders of a tensor in C++, autograd's nodes included."""
-    return tensor._use_count()
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Number of writes to a tensor that autograd counted; in-place checks compare the same number."""
-    return tensor._version
+num_tensor_holders: Callable[[Any], int] = operator.methodcaller("_use_count")
+"""Number of holders of a tensor in C++, autograd's nodes included."""
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Number of writes to a tensor that autograd counted; in-place checks compare the same number."""
+is_view: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_view")
+"""Whether autograd takes a tensor for a view."""
+is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zerotensor")
+"""Whether a tensor is zeros without memory, as forward-mode differentiation makes them."""
+values_of: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_values")
+"""Values of a sparse tensor as it is; the public name refuses one that is not coalesced."""
+is_functorch_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+"""Whether a tensor is a level of ``torch.func``, whose memory is not its own."""
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a view was taken of, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether autograd takes a tensor for a view."""
-    return tensor._is_view()
-
-
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is zeros without memory, as forward-mode differentiation makes them."""
-    return tensor._is_zerotensor()
-
-
-def values_of(sparse: torch.Tensor) -> torch.Tensor:
-    """Values of a sparse tensor as it is; the public name refuses one that is not coalesced."""
-    return sparse._values()
-
-
-def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a level of ``torch.func``, whose memory is not its own."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def wrapper_subclass(kind: type, like: torch.Tensor) -> Any:
@@ -105,13 +90,14 @@ def wrapper_subclass(kind: type, like: torch.Tensor) -> Any:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether functions were hung on the gradient of a tensor."""
+    """Return whether the gradient of a tensor has hooks."""
     return bool(tensor._backward_hooks)
 
 
-def gradient_hooks(leaf: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks of a leaf that see its gradient, and those behind its addition, in their order."""
-    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+gradient_hooks: Callable[[Any], tuple[dict[int, Any], dict[int, Any]]] = operator.attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+"""The hooks of a leaf that see its gradient, and those behind its addition, in their order."""
 
 
 def current_node() -> tuple[str, int] | None:
@@ -177,9 +163,7 @@ def hooks_on_all_modules() -> tuple[tuple[Any, ...], ...]:
 
 
 def optimized_module() -> type[nn.Module] | None:
-    """The class of what ``torch.compile`` makes of a module; None while nobody has compiled.
-
-    Its file takes two seconds to import, and who compiled a module has done so."""
+    """The class of what ``torch.compile`` makes of a module; None while nobody has compiled one."""
     return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
 
 
@@ -191,9 +175,8 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 # -- calls: modes, schemas, marked functions --------------------------------------------------------------
 
 
-def dispatch_mode() -> TorchDispatchMode | None:
-    """The innermost mode that sees kernels."""
-    return _get_current_dispatch_mode()
+dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
+"""Returns the innermost mode that sees kernels."""
 
 
 def paused(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
@@ -201,9 +184,8 @@ def paused(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
     return _pop_mode_temporarily() if _get_current_function_mode() is mode else nullcontext()
 
 
-def schema_of(operation: Any) -> Any:
-    """Schema of an operation: its name, and which arguments it writes to."""
-    return operation._schema
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+"""Schema of an operation: its name, and which arguments it writes to."""
 
 
 def wrapped_functions() -> Iterator[tuple[dict[str, Any], str]]:

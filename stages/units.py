@@ -1,7 +1,4 @@
-"""Sizes and rates as people write them: ``2GiB``, ``1.5MB``, ``100Mbit``, and back.
-
-Budgets and links are typed in several places (a call, a command line, a plan file); they are read in one.
-"""
+"""Sizes and rates as people write them: ``2GiB``, ``1.5MB``, ``100Mbit``, and back."""
 
 import math
 import re

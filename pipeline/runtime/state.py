@@ -37,7 +37,7 @@ class State:
         self.world = world
         names = {id(p): name for name, p in model.named_parameters()}
         self.readers = readers_of_buffers(model, graph, own.layers)
-        held = {id(tensor) for stage in stages.values() for tensor in stage.tensors}
+        held = {key for stage in stages.values() for key in stage.held}
         self.shared: dict[str, str] = {}  # for every further name of a tensor its first one
         firsts: dict[int, str] = {}
         self.source: dict[str, int] = {}

@@ -1,12 +1,10 @@
 """The disk of a rank: frames of all its stores lie in one file, and come back bit for bit or not at all.
 
-A frame stays in memory until it is written. It moves in pieces of 1 MiB, so that one large frame keeps
-several requests busy; every piece has a checksum (XXH3), tested by the thread that read it. A few threads
-read and write, reads first: a backward waits for them. ``write`` waits while much is to be written, so that
-frames on their way out cannot fill the memory. A frame that finds no space stays in memory as it was packed.
-
-The file has no name, so nothing of it stays, however the process ends. It is read and written past the page
-cache where the file system allows (O_DIRECT), because a cached page takes the memory that the tier saves.
+A frame stays in memory until it is written, and where it finds no space. It moves in pieces of 1 MiB, so that
+one large frame keeps several requests busy; every piece has a checksum (XXH3). Reads come first: a backward
+waits for them. The file has no name, so nothing of it stays, however the process ends. It is read and written
+past the page cache where the file system allows (O_DIRECT): a cached page takes the memory that the tier
+saves.
 
 Source: open(2), O_DIRECT; posix_fallocate(3); segregated free lists, Wilson et al., Dynamic
         Storage Allocation: A Survey and Critical Review, 1995, section 3.6.
@@ -52,7 +50,7 @@ MOST_IDLE = 32 << 20  # bytes of idle buffers, a little more when two threads gi
 
 
 def aligned(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to whole units."""
+    """Round ``num_bytes`` up to whole units."""
     return -(-num_bytes // UNIT) * UNIT
 
 
@@ -84,9 +82,7 @@ class SwapFile:
     Addresses, offsets and lengths are multiples of 4,096. Calls from several threads may overlap."""
 
     def __init__(self, folder: Path) -> None:
-        """Open an empty file in ``folder``.
-
-        Raises:  ConfigError: the folder is none, or takes no file."""
+        """Open an empty file in ``folder``; ConfigError if that is none, or takes no file."""
         self.folder, self.direct = folder, False
         try:
             if not folder.is_dir():
@@ -104,11 +100,8 @@ class SwapFile:
             self.direct = True
 
     def grow(self, size: int, more: int) -> bool:
-        """Make a file of ``size`` bytes longer by ``more``; False: there is no space for that.
-
-        Where the file system can, the space is the file's from here on, so that no write finds the disk full.
-        """
-        try:
+        """Make a file of ``size`` bytes longer by ``more``; False: there is no space for that."""
+        try:  # to reserve the space, so that no write finds the disk full
             os.posix_fallocate(self._file, size, more)
         except OSError as error:
             if error.errno in FULL:
@@ -121,11 +114,11 @@ class SwapFile:
         return True
 
     def write(self, data: memoryview, at: int) -> int:
-        """Write bytes from ``at`` on; returns how many, which may be fewer."""
+        """Write bytes from ``at`` on; returns their number, which may be less."""
         return os.pwrite(self._file, data, at)
 
     def read(self, data: memoryview, at: int) -> int:
-        """Fill ``data`` with the bytes from ``at`` on; returns how many, which may be fewer."""
+        """Read bytes from ``at`` on; returns their number, which may be less."""
         return os.preadv(self._file, [data], at)
 
     def move_all(self, move: Callable[[memoryview, int], int], data: memoryview, at: int) -> None:
@@ -145,34 +138,31 @@ class SwapFile:
 class SwapSpace:
     """Slots of a swap file of ``size`` bytes, of which ``lent_bytes`` are lent; the disk's lock guards it.
 
-    A slot has the size of its class, one of eight between two powers of two, so that frames of about the same
-    length take turns in it. When nothing is lent any more, all slots are forgotten."""
+    A slot has the size of its class, so that frames of about the same length take turns in it. When nothing
+    is lent any more, all slots are forgotten."""
 
     def __init__(self, file: SwapFile, budget: int | None) -> None:
         self._file, self._budget = file, budget
-        self.size = self.lent_bytes = 0
-        self.is_full = False  # as far as is known
-        self._end = 0  # of the last slot
-        self._free = dict[int, list[int]]()  # starts by size
-        self._lent = dict[int, int]()  # size by start
-        self._has_warned = False
+        self.size = self.lent_bytes = self._end = 0  # the end of the last slot
+        self.is_full = self._has_warned = False  # as far as is known
+        self._free, self._lent = dict[int, list[int]](), dict[int, int]()  # starts by size, size by start
 
     def take(self, num_bytes: int) -> int | None:
         """Offset of a slot of ``num_bytes`` or more; None: there is no space, with one warning."""
         size, refusal = size_class(num_bytes), ""
-        found = min((free for free, starts in self._free.items() if starts and free >= size), default=None)
-        if found is None or found > 2 * size:
+        least = min((free for free, starts in self._free.items() if starts and free >= size), default=None)
+        if least is None or least > 2 * size:
             refusal = self._add_slot(size)
-            found = found if refusal else size
-        if found is None:
+            least = least if refusal else size
+        if least is None:
             self.is_full = True
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(f"{refusal}; what finds no room stays in memory, packed", stacklevel=4)
             return None
-        start = self._free[found].pop()
-        self._lent[start] = found
-        self.lent_bytes += found
+        start = self._free[least].pop()
+        self._lent[start] = least
+        self.lent_bytes += least
         return start
 
     def give(self, start: int) -> None:
@@ -216,7 +206,7 @@ class PageBuffers(Pool):
     @property
     def num_idle_bytes(self) -> int:
         """Bytes of the buffers that nobody uses."""
-        return sum(size * len(kept) for size, kept in list(self._pages.items()))
+        return sum(size * len(idle) for size, idle in list(self._pages.items()))
 
     def take(self, num_bytes: int) -> Tensor:
         """Lend a 1-D uint8 tensor of at least ``num_bytes`` bytes, in whole pages."""
@@ -239,14 +229,12 @@ class PageBuffers(Pool):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Reading:
-    """A frame that is read into a buffer; ``num_left`` pieces are missing.
-
-    ``is_taken``: somebody waits for it, to whom the buffer belongs from then on."""
+    """A frame that is read into a buffer; ``num_left`` pieces are missing."""
 
     frame: Frame
     num_left: int
     error: BaseException | None = None
-    is_taken: bool = False
+    is_taken: bool = False  # somebody waits for it, to whom the buffer belongs from then on
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -256,32 +244,28 @@ class SwapEntry:
         write          all pieces written        get, fetch         forget
     in memory  ------->  in the file alone  ------->  read back  ------->  slot and memory are free
         |  get: it stays, what is not written yet is not
-
-    ``start`` is None for a frame that found no space. ``num_left`` pieces are not written, ``num_moving``
-    pieces are in the hands of a thread. ``stays``: somebody reads the frame in memory, so that it need not be
-    written. ``resident`` and ``leaving`` are the bytes that the tiers count of it."""
+    """
 
     frame: Frame | None
     num_bytes: int
-    start: int | None
-    ready: Callable[[], None] | None
+    start: int | None  # None: it found no space
+    ready: Callable[[], None] | None  # waits until the frame's bytes are there
     checksums: list[int]
-    num_left: int
-    num_moving: int = 0
+    num_left: int  # pieces that are not written
+    num_moving: int = 0  # pieces in the hands of a thread
     reading: Reading | None = None
     error: BaseException | None = None
-    stays: bool = False
+    stays: bool = False  # somebody reads the frame in memory, so that it need not be written
     is_forgotten: bool = False
-    resident: int = 0
+    resident: int = 0  # bytes that the tiers count of it, and those of them on their way out
     leaving: int = 0
 
 
 class Disk:
     """One swap file for all stores of a rank, and its threads; closed by whoever opened it.
 
-    Called from any thread. ``bytes_written`` and ``bytes_read``: of the file. ``seconds_waited``: for which
-    ``write`` waited. ``buffers``: where frames are packed best, as they are written from there without a
-    copy."""
+    Called from any thread. ``buffers``: where frames are packed best, as they are written from there without
+    a copy. ``seconds_waited``: for which ``write`` waited."""
 
     def __init__(
         self,
@@ -332,14 +316,11 @@ class Disk:
         self.check()
         num_bytes = frame.num_bytes
         num_pieces = -(-num_bytes // REQUEST_BYTES)
-
-        def has_room() -> bool:
-            return not self._waiting_bytes or self._waiting_bytes + num_bytes <= self._most_waiting
-
+        most = max(0, self._most_waiting - num_bytes)
         with self._changed:
-            if not has_room():
+            if self._waiting_bytes > most:
                 began = time.perf_counter()
-                self._changed.wait_for(has_room)
+                self._changed.wait_for(lambda: self._waiting_bytes <= most)
                 self.seconds_waited += time.perf_counter() - began
             self._sweep()
             start = self.space.take(num_bytes) if num_bytes else None
@@ -357,7 +338,7 @@ class Disk:
             self._fetch(entry, pool or self.buffers)
 
     def get(self, entry: SwapEntry, pool: Pool | None = None) -> Frame:
-        """Return a frame: one that was not written yet as it is, else read into memory of whoever holds it.
+        """Return a frame, one that was not written yet as it is.
 
         Raises:  StageError: it is not what was written, or the disk refuses."""
         with self._changed:
@@ -380,7 +361,7 @@ class Disk:
         return reading.frame
 
     def forget(self, entry: SwapEntry) -> None:
-        """Let go of a frame. Waits for nothing: a garbage collector may call it in the middle of anything."""
+        """Let go of a frame, without a wait: a garbage collector may call it in the middle of anything."""
         self._gone.append(entry)
         if self._changed.acquire(blocking=False):
             try:
@@ -493,10 +474,8 @@ class Disk:
         length, at, address = aligned(num_bytes), entry.start + first, frame.buffer.data_ptr() + first
         is_direct = address % UNIT == 0 and first + length <= frame.buffer.numel()
         other = None if is_direct else self.buffers.take(length)
-        piece, data = (
-            view_at(address, num_bytes),
-            view_at(other.data_ptr() if other is not None else address, length),
-        )
+        piece = view_at(address, num_bytes)
+        data = view_at(address if other is None else other.data_ptr(), length)
         if not reads:
             if entry.ready is not None:
                 entry.ready()
@@ -519,11 +498,10 @@ class Disk:
         return length
 
     def _refusal(self, error: BaseException, what: str) -> BaseException:
-        """One sentence where the system refused; another error is raised as it is."""
         if not isinstance(error, OSError):
             return error
-        full = error.errno in FULL
-        remedy = "free space there, bound what goes there (memory.disk=)" if full else "look at that disk"
+        is_full = error.errno in FULL
+        remedy = "free space there, bound what goes there (memory.disk=)" if is_full else "look at that disk"
         refusal = StageError(
             f"a frame of {what} the disk of {self.folder}, found {reason(error)}; {remedy}, or choose another"
             " folder (memory.path=)"
@@ -532,7 +510,6 @@ class Disk:
         return refusal
 
 
-FRAMES, FRAME_BYTES = 16, 2 << 20
 AHEAD = 4  # frames that are fetched before they are wanted
 
 
@@ -540,18 +517,13 @@ def disk_rate(options: DiskOptions) -> float | None:
     """Bytes per second, the slower of writing and reading; None where the folder takes no file."""
     try:
         with contextlib.closing(Disk(options)) as disk:
-            return min(timed(disk, num_frames=FRAMES, frame_bytes=FRAME_BYTES))
+            return min(timed(disk, num_frames=16, frame_bytes=2 << 20))
     except PenstockError:
         return None
 
 
 def timed(disk: Disk, *, num_frames: int, frame_bytes: int) -> tuple[float, float]:
-    """Write frames to ``disk``, read them and forget them: bytes per second of either.
-
-    Each fills a buffer of the disk first, as a packer does, with random bytes: others might shrink on their
-    way.
-
-    Raises:  StageError: the disk refuses."""
+    """Write frames of random bytes to ``disk``, read them and forget them: bytes per second of either."""
     data, num_bytes, entries = new_bytes(frame_bytes).random_(), num_frames * frame_bytes, list[SwapEntry]()
     began = time.perf_counter()
     for _ in range(num_frames):

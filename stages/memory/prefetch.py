@@ -1,9 +1,8 @@
 """The memory thread of a rank: what a forward saved leaves by layer, and is back before its layer's backward.
 
-The training thread queues every layer that it comes to, under a mutex, and signals; this thread takes them
-in turn, and where there is reason to, it writes out what is not read within ``writeout_layers`` and brings
-back what is read within ``prefetch_layers``. Of a burst of layers it decides at the last one. It only
-decides: packing and the store have threads of their own.
+The training thread queues every layer that it comes to, and signals; this thread takes them in turn, writes
+out what is not read within ``writeout_layers``, and brings back what is read within ``prefetch_layers``. Of a
+burst of layers it decides at the last one. It only decides: packing and the store have threads of their own.
 
     training thread -> memory thread -> packing thread -> I/O thread -> store
                                      -> reading thread <--------------- store
@@ -17,6 +16,8 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
+import math
 import threading
 import time
 import weakref
@@ -50,23 +51,19 @@ class Pass(NamedTuple):
 class Timeline:
     """Positions count layers; every pass takes as many as its stage has layers, and one at least.
 
-    Nothing of it changes: steps that run the same program share one."""
+    Attributes: starts: the position at which each pass of the ``program`` begins.
+                passes: the same without numbers of micro-batches, which a stream counts on.
+                reads_once: what a forward saved is read by one pass."""
 
     def __init__(self, program: Sequence[Pass] = (), num_layers: Mapping[int, int] | None = None) -> None:
         """``num_layers``: of every stage."""
         self.program, self._num_layers = tuple(program), dict(num_layers or {})
-        self._starts, self._reads, position = list[int](), list[tuple[int, Pass]](), 0
-        for one in self.program:
-            self._starts.append(position)
-            if one.reads:
-                self._reads.append((position, one))
-            position += max(1, self._num_layers.get(one.stage, 1))
-        self.passes = [(one.stage, one.reads) for one in self.program]  # a stream numbers micro-batches on
-        self.reads_once = len({(one.stage, one.micro_batch) for _, one in self._reads}) == len(self._reads)
-
-    def start(self, number: int) -> int:
-        """Position at which pass ``number`` of the program begins."""
-        return self._starts[number]
+        lengths = [max(1, self._num_layers.get(one.stage, 1)) for one in self.program]
+        self.starts = list(itertools.accumulate(lengths, initial=0))[:-1]
+        parts = zip(self.starts, lengths, self.program, strict=True)
+        self._reads = [(start, start + length, one) for start, length, one in parts if one.reads]
+        self.passes = [(one.stage, one.reads) for one in self.program]
+        self.reads_once = len({(one.stage, one.micro_batch) for *_, one in self._reads}) == len(self._reads)
 
     def position(self, start: int, stage: int, layer: int, *, reads: bool) -> int:
         """Position of ``layer`` in a pass of ``stage`` that begins at ``start``."""
@@ -74,16 +71,12 @@ class Timeline:
 
     def readings(self, now: int) -> Iterator[tuple[int, Pass]]:
         """The passes that read what was saved, from the one that runs at ``now`` on, and where they begin."""
-        for start, one in self._reads:
-            if start + max(1, self._num_layers.get(one.stage, 1)) > now:
-                yield start, one
+        return ((start, one) for start, end, one in self._reads if end > now)
 
     def next_reading(self, stage: int, micro_batch: int, now: int) -> int:
         """Position of the next pass that reads what ``stage`` saved of ``micro_batch``, or NEVER."""
-        for start, one in self.readings(now):
-            if one.stage == stage and one.micro_batch == micro_batch:
-                return start
-        return NEVER
+        wanted = stage, micro_batch
+        return next((s for s, one in self.readings(now) if (one.stage, one.micro_batch) == wanted), NEVER)
 
 
 SentFrames = Mapping[int, tuple[Tensor, Frame]]
@@ -98,11 +91,7 @@ class Evicted(NamedTuple):
 
 
 class SavedRun:
-    """The saved tensors of one forward, from its first layer to the end of its backward.
-
-    ``waiting`` are those that have not left, in the order of saving; ``left`` the others by layer, which only
-    the memory thread changes. ``reading``: the layer whose backward runs, by number. ``closed``: the forward
-    is over."""
+    """The saved tensors of one forward, from its first layer to the end of its backward."""
 
     def __init__(
         self, stage: int, micro_batch: int, *, packer: SavedTensorPacker, compressor: LayerAwareCompressor
@@ -111,11 +100,11 @@ class SavedRun:
         self.packer, self._compressor, self._numbers = packer, compressor, dict[Layer | None, int]()
         self._keys: deque[object] = deque()
         self._wires: dict[object, WireFrame] = {}
-        self.waiting: dict[object, weakref.ref[SavedStorage]] = {}
-        self.left: list[Evicted] = []
-        self.reading = -1
+        self.waiting: dict[object, weakref.ref[SavedStorage]] = {}  # what has not left, in order of saving
+        self.left: list[Evicted] = []  # the others by layer; only the memory thread changes it
+        self.reading = -1  # the layer whose backward runs, by number
         self.lock = threading.Lock()  # what the memory thread decides, and the end of it all
-        self.closed = False
+        self.closed = False  # the forward is over
 
     def add(self, storage: SavedStorage) -> None:
         """A storage whose first tensor was saved now."""
@@ -128,7 +117,7 @@ class SavedRun:
         return self._numbers.setdefault(layer, len(self._numbers))
 
     def close(self, sent: SentFrames) -> None:
-        """The forward is over; frames were made of the tensors that sent out."""
+        """The forward is over; frames were made of the tensors that it ``sent``."""
         frames = [WireFrame.of(item, frame) for item, frame in sent.values()]
         for storage in self.alive() if frames else ():
             wire = next((frame for frame in frames if frame.covers(storage)), None)
@@ -143,19 +132,17 @@ class SavedRun:
         return [storage for storage in found if storage is not None]
 
     def may_leave(self, storage: SavedStorage) -> bool:
-        """Return whether nobody needs ``storage`` in memory but the backward.
-
-        During the forward only what nothing else holds: nobody can write to it any more, and its memory is
-        freed."""
+        """Return whether nobody needs ``storage`` but the backward; in the forward only what nothing else
+        holds: nobody can write to it any more, and its memory is freed."""
         return self.closed or storage.alone
 
     def first_read(self, storage: SavedStorage) -> int:
         """The number of the last layer that saved a part of ``storage``: its backward comes first."""
-        return max(self._numbers.get(view.layer, 0) for view in list(storage.views))
+        return max(self.number(view.layer) for view in list(storage.views))
 
     def last_read(self, storage: SavedStorage) -> int:
         """The number of the first layer that saved a part of ``storage``: its backward comes last."""
-        return min(self._numbers.get(view.layer, 0) for view in list(storage.views))
+        return min(self.number(view.layer) for view in list(storage.views))
 
     def number(self, layer: Layer | None) -> int:
         """The number of a layer of the stage, in running order."""
@@ -252,7 +239,7 @@ class MemoryThread:
 
     def at(self, number: int) -> None:
         """Pass ``number`` of the program begins."""
-        self._start = self._timeline.start(number)
+        self._start = self._timeline.starts[number]
         if self._runs:
             stage, _, reads = self._timeline.program[number]
             layer = max(0, self._num_layers.get(stage, 0) - 1) if reads else 0
@@ -272,14 +259,16 @@ class MemoryThread:
         self._saved += num_bytes
         self._largest = max(self._largest, num_bytes)
 
-    def layer_begins(self, run: SavedRun, layer: int) -> None:
-        """The forward of ``run`` has come to its layer number ``layer``."""
-        self._come_to(run, layer, reads=False)
+    def layer_begins(self, run: SavedRun, layer: int, *, reads: bool = False) -> None:
+        """The forward of ``run`` has come to its layer number ``layer``; wait while the device is full."""
+        self._queue(Reached(run.stage, layer, reads, self._start), decide=reads and bool(run.left))
+        if self._is_full():
+            self._wait_for_room()
 
     def reads(self, run: SavedRun, layer: int) -> None:
         """The backward of ``run`` has come to what its layer number ``layer`` saved."""
         run.reading = layer
-        self._come_to(run, layer, reads=True)
+        self.layer_begins(run, layer, reads=True)
 
     def asked_for(self, run: SavedRun, storage: SavedStorage) -> None:
         """The backward of ``run`` reads ``storage``, which nothing has brought."""
@@ -308,11 +297,6 @@ class MemoryThread:
         """End the thread."""
         self._worker.close()
         self.slots.clear()
-
-    def _come_to(self, run: SavedRun, layer: int, *, reads: bool) -> None:
-        self._queue(Reached(run.stage, layer, reads, self._start), decide=reads and bool(run.left))
-        if self._is_full():
-            self._wait_for_room()
 
     def _is_full(self) -> bool:
         return not self.tiers.device.fits(self._largest)
@@ -369,7 +353,8 @@ class MemoryThread:
         """Let leave what is far from being read; returns the bytes of what found no room in the queue."""
         # 1. without a limit all that is far from being read leaves, with one as much as is too much
         excess, behind = self.tiers.excess, 0
-        if excess is not None and excess <= 0:
+        excess = math.inf if excess is None else excess
+        if excess <= 0:
             return 0
         candidates = [
             one for run in list(self._runs.values()) for one in self._candidates(run, timeline, now)
@@ -377,34 +362,33 @@ class MemoryThread:
         # 2. what is read last goes first; what the packing has no room for is counted
         candidates.sort(key=lambda one: -one[0])
         for _, run, storage, layer in candidates:
-            if excess is not None and excess <= 0:
+            if excess <= 0:
                 break
+            excess -= storage.num_bytes
             if run.packer.packing.has_room:
                 with run.lock:
                     run.leave(storage, layer)
             else:
                 behind += storage.num_bytes
-            excess = None if excess is None else excess - storage.num_bytes
         return behind
 
     def _candidates(self, run: SavedRun, timeline: Timeline, now: int) -> list[Candidate]:
         """List what of ``run`` may leave, with the layers until it is read and that which reads it."""
-        starts = timeline.next_reading(run.stage, run.micro_batch, now)
-        found: list[Candidate] = []
+        start = timeline.next_reading(run.stage, run.micro_batch, now)
+        candidates: list[Candidate] = []
         with run.lock:
             for storage in run.resident():
                 layer = run.first_read(storage)
-                read = starts if starts == NEVER else timeline.position(starts, run.stage, layer, reads=True)
+                read = start if start == NEVER else timeline.position(start, run.stage, layer, reads=True)
                 if read - now > self._writeout and run.may_leave(storage):
-                    found.append((read - now, run, storage, layer))
-        return found
+                    candidates.append((read - now, run, storage, layer))
+        return candidates
 
     def _bring(self, timeline: Timeline, now: int) -> None:
         """Bring back what is read soon, in the order in which it is read, as far as it has room."""
         # now        away <= SOON                    away <= prefetch_layers
         #  |  comes, with or without room  |  comes while there is room  |  waits in the store
-        room = self.tiers.device
-        coming = 0
+        device, coming = self.tiers.device, 0
         for start, one in timeline.readings(now):
             run = None if one.micro_batch is None else self._runs.get((one.stage, one.micro_batch))
             if run is None:
@@ -417,7 +401,7 @@ class MemoryThread:
                     away = timeline.position(start, run.stage, left.layer, reads=True) - now
                     if away < 0 or storage is None:
                         continue
-                    has_room = away <= SOON or room.fits(coming + storage.num_bytes)
+                    has_room = away <= SOON or device.fits(coming + storage.num_bytes)
                     if away > self._prefetch or not has_room:
                         run.packer.bring(batch)
                         return
@@ -430,10 +414,8 @@ class MemoryThread:
             run.packer.bring(batch)
 
     def _set_aside(self, run: SavedRun, storage: SavedStorage, timeline: Timeline, start: int) -> None:
-        """Give ``storage`` a slot in the pass that begins at ``start``.
-
-        A limit leaves no room for slots, and on a GPU torch's allocator keeps memory itself. Where several
-        passes read what a forward saved, nobody knows when it is let go of."""
+        # A limit leaves no room for slots, and on a GPU torch's allocator keeps memory itself. Where several
+        # passes read what a forward saved, nobody knows when it is let go of.
         if self.tiers.device.limit is not None or is_gpu(storage.device) or not timeline.reads_once:
             return
         first = timeline.position(start, run.stage, run.first_read(storage), reads=True)

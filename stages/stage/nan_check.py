@@ -1,8 +1,7 @@
 """Anomaly detection: name the first layer whose output, or gradient, is NaN or infinite.
 
-A NaN spreads to the loss, to all gradients and then to all weights, so only a look at every layer as it
-runs tells where it began. Infinite outputs may be right (masks are filled with them): they are only
-noted, and told where something is refused behind them. Nothing is written or replaced, so no bit changes.
+Infinite outputs may be right (masks are filled with them): they are only noted, and named where something is
+refused behind them. Nothing is written or replaced, so no bit changes.
 """
 
 from __future__ import annotations
@@ -59,25 +58,20 @@ class Guard:
                 _check_gradient(gradient, f"parameter {name}", "")
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Watch:
-    """One micro-batch of a stage: its forward calls it with every layer's result, its loss and backward check
-    theirs. Holds no tensor, so that none lives longer."""
+    """Checks one micro-batch of a stage, and holds no tensor; ``first``: a note of what was found first."""
 
-    __slots__ = ("first", "gradients", "unwritten")
-
-    def __init__(self, gradients: bool) -> None:
-        """``first``: what was noted first, in words for behind a comma."""
-        self.gradients, self.first = gradients, ""
-        self.unwritten: list[weakref.ref[torch.Tensor]] = []
+    gradients: bool
+    first: str = ""
+    unwritten: list[weakref.ref[torch.Tensor]] = dataclasses.field(default_factory=list)
 
     def note(self, what: str) -> None:
         """Keep the first."""
         self.first = self.first or f", {what}"
 
     def __call__(self, layer: Layer, result: Any) -> None:
-        """Behind ``layer``.
-
-        Raises: StageError: some of its result is NaN."""
+        """Check the ``result`` of ``layer``; StageError if some of it is NaN."""
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if not (isinstance(tensor, torch.Tensor) and tensor.dtype in CHECKED):
                 continue
@@ -88,8 +82,11 @@ class Watch:
                         f"{tensor.numel()} elements of that of layer {layer.name}{self.first}; {_REMEDY}"
                     )
                 self.note(f"infinite first in layer {layer.name}")
-            if self.gradients and tensor.requires_grad:
-                self._hook(layer, tensor)
+            # Of a view whose memory was written to, a look at its node may make that node anew and so earlier
+            # than without a guard, which could change the order of additions: the layer before is checked.
+            if self.gradients and tensor.requires_grad and not (is_view(tensor) and version_of(tensor)):
+                if (node := tensor.grad_fn) is not None:  # else it is a parameter, and the update checks it
+                    node.register_prehook(functools.partial(self._check, layer.name, tensor.output_nr))
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Refuse a loss (before its scale) that is NaN or infinite."""
@@ -100,23 +97,12 @@ class Watch:
             )
 
     def _is_unwritten(self, layer: Layer, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lies in memory that nobody may have written to; its first reader is
-        checked."""
+        # memory that nobody may have written to; its first reader is checked
         if getattr(layer.node.target, "__name__", "") in UNWRITTEN:
             self.unwritten.append(weakref.ref(tensor))
             return True
         base = base_of(tensor)
         return any(found() is base for found in self.unwritten)
-
-    def _hook(self, layer: Layer, tensor: torch.Tensor) -> None:
-        """Check the gradient of ``tensor`` before its node runs.
-
-        Of a view whose memory was written to, a look at its node may make that node anew and so earlier than
-        without a guard, which could change the order of additions: there the layer before it is checked."""
-        if is_view(tensor) and version_of(tensor):
-            return
-        if (node := tensor.grad_fn) is not None:  # else it is a parameter, and the update checks it
-            node.register_prehook(functools.partial(self._check, layer.name, tensor.output_nr))
 
     def _check(self, name: str, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         if (gradient := gradients[place]) is not None:
@@ -133,11 +119,9 @@ def _check_gradient(gradient: torch.Tensor, of: str, first: str) -> None:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite: where one is not, neither is their sum, which takes one pass.
-    A sum that overflows by itself asks each element."""
     if tensor.layout is not torch.strided:
         return True
-    tensor = tensor.detach()
+    tensor = tensor.detach()  # where an element is not finite, neither is the sum, which takes one pass
     return cmath.isfinite(tensor.sum().item()) or not _count(~torch.isfinite(tensor))
 
 

@@ -1,8 +1,5 @@
-"""Walk a stage's layers in order, and hold what each returns against the probe.
-
-Routes and messages were made from the probe's record of values and identities, so a run that differs from
-it would send the wrong tensor; it is refused at the layer where it begins to differ.
-"""
+"""Walk a stage's layers in order, and hold what each returns against the probe: routes and messages were made
+from its record, so a run that differs from it would send the wrong tensor."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ from .value_routing import Route, Visit
 class Receive(torch.autograd.Function):
     """Brings a received tensor into the graph as neither leaf nor view; its gradient is caught raw.
 
-    A leaf would lay its gradient out anew, refuse to be written in place, and have its casts cached.
-    """
+    A leaf would lay its gradient out anew, refuse to be written in place, and have its casts cached."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
@@ -120,8 +116,8 @@ def _run(layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, route: Route) -
 def _freely(
     visit: Visit, env: Mapping[fx.Node, Any], values: Mapping[int, Any], parts: Parts, *, route: Route
 ) -> Any:
-    """Run a layer that may do what it did not do when it was traced; refuse a write to what goes on in the
-    frame that it came in, or whose gradient stays behind where it was zero."""
+    """Run a layer that may do what it did not do when it was traced; refuse a write to what a route relies
+    on."""
     relied = route.forwards | route.stops
     before = _versions(values, relied)
     result = _run(visit.layer, env, parts, route)
@@ -136,9 +132,8 @@ def _freely(
 
 
 def _versions(values: Mapping[int, Any], relied: Collection[int]) -> dict[int, int]:
-    """Number of writes to each of the ``relied`` values that are there; through a view counts."""
-    there = {number: values[number] for number in relied if number in values}
-    return {number: version_of(item) for number, item in there.items() if isinstance(item, torch.Tensor)}
+    items = {number: values.get(number) for number in relied}
+    return {number: version_of(item) for number, item in items.items() if isinstance(item, torch.Tensor)}
 
 
 def _rebuilt(outputs: Outputs, values: Mapping[int, Any]) -> Any:
@@ -186,10 +181,7 @@ def _hold_against(
 
 
 def _stays(value: Value, number: int, known: int | None, sent: Collection[int]) -> bool:
-    """Return whether no other stage sees that a value is another object than it was, as when dropout is
-    switched.
-
-    One object in the place of two (its other number is ``known``) may be sent as one of them, if nobody
-    writes to the memory that both now have; a new one in the place of an old one must not: later stages would
-    get the old one."""
+    # No other stage sees that a value is another object than it was, as when dropout is switched. One object
+    # in the place of two (its other number is ``known``) may be sent as one of them, if nobody writes to the
+    # memory that both now have; a new one must not: later stages would get the old one.
     return number not in sent if known is None else known not in sent and len(value.writers) <= 1

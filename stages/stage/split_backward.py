@@ -1,18 +1,17 @@
 """A stage's backward in two halves: the gradients of what it received, then those of its weights.
 
 Upstream waits only for the first half, so the second can fill what would be a bubble. A matrix product or
-a convolution has two gradients that are products of their own, of the same gradient that arrives there:
-the first half computes one and keeps what arrived, the second starts again from there. Everything else
-(norms, sums, parameters with several users, whose order of summation is autograd's) is computed whole,
-once, in the first half, by the very calls of a whole backward; so the bits are the same. Source: Qi et
-al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.
+a convolution has two gradients that are products of what arrives there: the first half computes one and keeps
+what arrived, the second starts again from there. Everything else (norms, sums, parameters with several users,
+whose order of summation is autograd's) is computed whole, in the first half, by the calls of a whole
+backward; so the bits are the same. Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,28 +50,16 @@ class Graph:
         """Nodes at which gradients gather: the parameters."""
         return [node for node in self.after if hasattr(node, "variable")]
 
-    def leading(self, goals: Iterable[Node]) -> set[Node]:
-        """The goals and every node that leads to one."""
-        leading: set[Node] = set()
-        to_visit = list(goals)
-        while to_visit:
-            node = to_visit.pop()
-            if node not in leading:
-                leading.add(node)
-                to_visit += self.before.get(node, ())
-        return leading
-
-    def ahead(self, goal: Node, seen: set[Node]) -> list[Node]:
-        """The nodes that must run before ``goal``, but for those ``seen`` and what is ahead of them."""
-        found = []
-        to_visit = list(self.before.get(goal, ()))
+    def leading(self, goals: Iterable[Node], seen: set[Node] | None = None) -> list[Node]:
+        """The goals and every node that leads to one, but for those ``seen``, to which they are added."""
+        seen, leading, to_visit = set() if seen is None else seen, list[Node](), list(goals)
         while to_visit:
             node = to_visit.pop()
             if node not in seen:
                 seen.add(node)
-                found.append(node)
+                leading.append(node)
                 to_visit += self.before.get(node, ())
-        return found
+        return leading
 
 
 class Sides:
@@ -81,7 +68,7 @@ class Sides:
     ``later``: the leaves (parameters) that a second half may start for from there, of that side alone.
     ``early``: the leaves of all others, which the first half must reach."""
 
-    def __init__(self, graph: Graph, leading: set[Node]) -> None:
+    def __init__(self, graph: Graph, leading: Collection[Node]) -> None:
         self._graph = graph
         self._owners: dict[Node, Node | None] = {}
         self._whole: set[Node | None] = set()
@@ -177,7 +164,7 @@ class Split:
             _keep_order(waiting, graph.leaves)
             run(roots)
             return
-        leading = graph.leading([goal])
+        leading = set(graph.leading([goal]))
         sides = Sides(graph, leading)
         _keep_order(waiting, sides.early)
         self._leaves = sides.later.pop(None, [])
@@ -185,7 +172,7 @@ class Split:
         halves = {node: leaves for node, leaves in sides.later.items() if node is not None}
         waits, seen = bool(halves or self._roots), set(halves)
         for node, leaves in halves.items():
-            kept = _Kept(graph.ahead(node, seen) if release else [])
+            kept = _Kept(graph.leading(graph.before.get(node, ()), seen) if release else [])
             node.register_prehook(kept)
             self._halves.append((node, kept, leaves))
         try:
@@ -211,9 +198,8 @@ class Split:
 
 
 def _keep_order(waiting: Sequence[Split], leaves: Iterable[Node]) -> None:
-    """Run the second halves that wait if one adds to these ``leaves``: gradients add up by micro-batch.
-
-    Graphs differ where sizes do: what one computes whole, in its first half, another may leave."""
+    """Run the second halves that wait if one adds to these ``leaves``: gradients add up by micro-batch."""
+    # graphs differ where sizes do: what one computes whole, in its first half, another may leave
     first = set(leaves)
     if any(not first.isdisjoint(split.left) for split in waiting):
         for split in waiting:
@@ -241,7 +227,7 @@ def run_half(node: Node, arrived: Arrived, leaves: list[Node], *, retain: bool =
 
 @functools.lru_cache(maxsize=1024)
 def _saved_names(kind: type[Node]) -> tuple[str, ...]:
-    """Names of the tensors that nodes of a kind saved, but for those that the model holds too."""
+    # but for those that the model holds too
     return tuple(name for name in saved_names(kind) if "weight" not in name and "running" not in name)
 
 

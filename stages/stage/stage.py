@@ -138,7 +138,8 @@ class Stage:
         self.mirror = mirror
         self.sums_in_place = True  # gradients of micro-batches; else somebody takes those of each
         self.stores = store is not None or recompute  # what its forwards save is not where autograd put it
-        self.saved, parameters = KeepOnDevice(), ParameterFilter(self.tensors, mirror)
+        tensors = [tensor for parts in self.parts.values() for _, tensor in parts.named_tensors()]
+        self.saved, parameters = KeepOnDevice(), ParameterFilter(tensors, mirror)
         self.parameter_observers = self.observers = () if mirror is None else (mirror.layer_done,)
         if store is not None:
             self.saved = SavedActivations(
@@ -152,7 +153,7 @@ class Stage:
             )
             self.observers = self.saved.layer_done, *self.observers
         elif recompute:
-            buffers = {id(t): t for t in self.tensors if not isinstance(t, nn.Parameter)}
+            buffers = {id(t): t for t in tensors if not isinstance(t, nn.Parameter)}
             self.saved = RecomputedActivations(parameters, buffers.values())
         elif mirror is not None:
             self.saved = KeepOnDevice(parameters)
@@ -160,9 +161,9 @@ class Stage:
         self.plain &= mirror is None and autocast is None and not self.device.is_gpu
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All parameters and buffers that the layers name, in both modes."""
-        return [tensor for parts in self.parts.values() for _, tensor in parts.named_tensors()]
+    def held(self) -> set[int]:
+        """The identities of all parameters and buffers that the layers name, in both modes."""
+        return {id(tensor) for parts in self.parts.values() for _, tensor in parts.named_tensors()}
 
     def stop(self) -> None:
         """Forget every micro-batch between forward and backward."""

@@ -1,8 +1,7 @@
 """Routes of values between stages: every value travels along the chain of its users, stage to stage.
 
-producer -> first user -> next user: the same chain carries the gradient back, and each stage adds its
-part to what came from below, which is autograd's own order of addition (a star, or adding afterwards,
-would give other bits).
+The same chain carries the gradient back, and each stage adds its part to what came from below, which is
+autograd's own order of addition (a star, or adding afterwards, would give other bits).
 """
 
 from __future__ import annotations
@@ -24,55 +23,42 @@ _UNCHANGING = (bool, int, float, str, type(None))
 
 
 class Visit(NamedTuple):
-    """A layer of a route, and what is known of its call before it runs.
-
-    ``args``: numbers as they are, and the nodes whose results it takes; None: it takes more than these, or
-    its call and result need more care. ``alone``: the value that its result is by itself; None: it is
-    none, or is to be looked at more closely. ``nodes`` and ``values``: what nothing on this stage
-    needs behind it. ``writes``: the values sent from here that it wrote to when it was traced."""
+    """A layer of a route, and what is known of its call before it runs."""
 
     layer: Layer
-    args: tuple[Any, ...] | None
-    alone: int | None
-    nodes: tuple[fx.Node, ...]
+    args: tuple[Any, ...] | None  # numbers, and nodes whose results it takes; None: its call needs more care
+    alone: int | None  # the value that its result is by itself; None: it is to be looked at more closely
+    nodes: tuple[fx.Node, ...]  # that nothing on this stage needs behind it, and values
     values: tuple[int, ...]
-    writes: frozenset[int]
+    writes: frozenset[int]  # the values sent from here that it wrote to when it was traced
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One stage of a run: the ``traced`` model, the ``record`` and its layers; (value, source) it receives
-    and (value, target) it sends, ``sent`` the values alone.
-
-    ``foreign`` are the nodes of earlier stages (and the model's inputs) whose results its layers read.
-    ``asks``: received values that asked for a gradient when they were traced.
-    ``inputs``: values that the model is given. ``tied``: received values that are parameters.
-    ``forwards``: received values that are sent on as they came. ``stops``: values whose zeros, as they are
-    sent, stop their gradient: it may travel without them. ``returns``: received values to which a gradient
-    surely comes back from this stage or a later one."""
+    """One stage of a run; values are known by number."""
 
     traced: Traced
     record: Probe
     visits: tuple[Visit, ...]
-    foreign: tuple[fx.Node, ...]
-    receives: tuple[tuple[int, int], ...]
-    sends: tuple[tuple[int, int], ...]
+    foreign: tuple[fx.Node, ...]  # of earlier stages, and inputs, whose results its layers read
+    receives: tuple[tuple[int, int], ...]  # (value, source)
+    sends: tuple[tuple[int, int], ...]  # (value, target), to the nearest stage first
     sent: frozenset[int]
-    asks: tuple[int, ...]
-    inputs: tuple[int, ...]
-    tied: tuple[int, ...]
-    forwards: frozenset[int]
-    stops: frozenset[int]
-    returns: frozenset[int]
+    asks: tuple[int, ...]  # received values that asked for a gradient when they were traced
+    inputs: tuple[int, ...]  # values that the model is given
+    tied: tuple[int, ...]  # received values that are parameters
+    forwards: frozenset[int]  # received values that are sent on as they came
+    stops: frozenset[int]  # values whose zeros, as they are sent, stop their gradient
+    returns: frozenset[int]  # received values to which a gradient surely comes back from here or later
 
 
 def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages: int) -> tuple[Route, ...]:
     """The route of every stage; layer i runs on stage ``stage_of[i]``, inputs start on stage 0."""
-    # The output reads last: the users of a value count it as one more layer.
-    places = (*stage_of, num_stages - 1)
+    # 1. the chain of each value; the output reads last: users count it as one more layer
+    known, places = record.values, (*stage_of, num_stages - 1)
     receives: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
     sends: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
-    for number, value in enumerate(record.values):
+    for number, value in enumerate(known):
         home = 0 if value.producer < 0 else places[value.producer]
         chain = sorted({home, *(places[user] for user in value.users)})
         if len(chain) > 1 and value.refused:
@@ -80,40 +66,35 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
         for source, target in pairwise(chain):
             sends[source].append((number, target))
             receives[target].append((number, source))
-    layers = [
-        tuple(t for t, s in zip(traced.layers, stage_of, strict=True) if s == i) for i in range(num_stages)
-    ]
-    made = []
+    # 2. a route of each stage
+    routed = []
     for stage in range(num_stages):
         output = traced.output if stage == num_stages - 1 else None
-        own = [index for index, place in enumerate(stage_of) if place == stage]
-        visited = dict(zip(own, layers[stage], strict=True))
-        sent = {number: record.values[number] for number, _ in sends[stage]}
-        written = {n for n, value in sent.items() if any(writer in own for writer, _ in value.writers)}
-        foreign = _foreign(layers[stage], output)
-        made.append(
+        layers = {n: layer for n, layer in enumerate(traced.layers) if stage_of[n] == stage}
+        last, received = max(layers, default=-1), [number for number, _ in receives[stage]]
+        sent = {number: known[number] for number, _ in sends[stage]}
+        written = {n for n, value in sent.items() if any(writer in layers for writer, _ in value.writers)}
+        foreign = _foreign(list(layers.values()), output)
+        routed.append(
             Route(
                 traced=traced,
                 record=record,
-                visits=_visits(visited, foreign, record, set(sent), output),
+                visits=_visits(layers, foreign, record, set(sent), output),
                 foreign=foreign,
                 receives=tuple(receives[stage]),
-                # To the nearest stage first.
                 sends=tuple(sorted(sends[stage], key=lambda send: (send[1], send[0]))),
                 sent=frozenset(sent),
-                asks=tuple(n for n, _ in receives[stage] if record.values[n].requires_grad),
-                inputs=tuple(n for n, v in enumerate(record.values) if v.producer < 0 and not stage),
-                tied=tuple(n for n, _ in receives[stage] if record.values[n].parameter),
-                forwards=frozenset({n for n, _ in receives[stage]} & set(sent) - written),
-                stops=frozenset(n for n, value in sent.items() if own and value.stops(own[-1])),
+                asks=tuple(n for n in received if known[n].requires_grad),
+                inputs=tuple(n for n, value in enumerate(known) if value.producer < 0 and not stage),
+                tied=tuple(n for n in received if known[n].parameter),
+                forwards=frozenset(set(received) & set(sent) - written),
+                stops=frozenset(n for n, value in sent.items() if layers and value.stops(last)),
                 returns=frozenset(
-                    n
-                    for n, _ in receives[stage]
-                    if (last := record.values[n].last_gradient_layer) >= 0 and places[last] >= stage
+                    n for n in received if 0 <= (end := known[n].last_gradient_layer) and places[end] >= stage
                 ),
             )
         )
-    return tuple(made)
+    return tuple(routed)
 
 
 def _visits(
@@ -190,15 +171,13 @@ def follow_cuts(first: Traced, stage_of: Sequence[int], graph: LayerGraph, *, nu
     has in the ``first``, and is cut behind the layer of the same name if there may be a cut.
 
     Raises: PlanError: parts come in another order, or there is no cut between those of two stages."""
-    home: dict[object, int] = {}
-    for layer, stage in zip(first.layers, stage_of, strict=True):
-        for part in _held(layer, graph.written):
-            home.setdefault(part, stage)
+    home = _homes(first, stage_of, graph.written)
     held = [
         [home[part] for part in _held(layer, graph.written) if part in home] for layer in graph.train.layers
     ]
-    named = {layer.name: stage for layer, stage in zip(first.layers, stage_of, strict=True)}
-    cut_behind = {stage: name for name, stage in named.items()}  # the last of its stage
+    cut_behind = {  # the last of its stage
+        stage: layer.name for layer, stage in zip(first.layers, stage_of, strict=True)
+    }
     ends = []
     for stage in range(num_stages - 1):
         least = max((n for n, homes in enumerate(held) if min(homes, default=num_stages) <= stage), default=0)
@@ -219,10 +198,7 @@ def follow(graph: LayerGraph, stage_of: Sequence[int], *, num_stages: int) -> li
     train, evaluation, names = graph.train, graph.eval, [layer.name for layer in graph.eval.layers]
     if [layer.name for layer in train.layers] == names:
         return list(stage_of)
-    home: dict[object, int] = {}
-    for layer, stage in zip(train.layers, stage_of, strict=True):
-        for part in _held(layer, graph.written):
-            home.setdefault(part, stage)
+    home = _homes(train, stage_of, graph.written)
     stages: list[int] = []
     place: dict[fx.Node, int] = {}
     earliest = 0
@@ -240,6 +216,15 @@ def follow(graph: LayerGraph, stage_of: Sequence[int], *, num_stages: int) -> li
         if home.get(part, num_stages - 1) < num_stages - 1:
             _refuse(f"the output, {part},", home[part], num_stages - 1)
     return stages
+
+
+def _homes(traced: Traced, stage_of: Sequence[int], written: Collection[str]) -> dict[object, int]:
+    """Return the first stage that has each part of the model."""
+    homes: dict[object, int] = {}
+    for layer, stage in zip(traced.layers, stage_of, strict=True):
+        for part in _held(layer, written):
+            homes.setdefault(part, stage)
+    return homes
 
 
 def _held(layer: Layer, written: Collection[str]) -> list[object]:

@@ -1,21 +1,20 @@
 """A backward in which the gradient of a layer's weights comes before that of its feature map.
 
 Of a matrix product or a convolution only the former reads the feature map, so the latter may take its memory.
-Both are products of their own: which comes first changes no bit. Behind the former nobody reads what arrived
-either: the gradient of the feature map is written over it where that is exact.
+Both are products of their own: which comes first changes no bit.
 
 Of what arrives at a layer nothing is read again once the gradient of its input is there, so one memory does
 for both: an activation writes element by element, a matrix product by blocks of rows, where a row is not
-longer than the one it is computed from. Whether a product by rows has the bits of the whole one is for the
-library that computes it to say: every shape is computed both ways once, and compared.
+longer than the one it is computed from. Whether a product by rows has the bits of the whole one only the
+library that computes it knows: every shape is computed both ways once, and compared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,21 +41,12 @@ _TELLING = 8  # a trial counts where one of so many elements is another number t
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _ATEN = torch.ops.aten
-_OPERATIONS = {
-    "ReluBackward0": _ATEN.threshold_backward,
-    "ThresholdBackward0": _ATEN.threshold_backward,
-    "GeluBackward0": _ATEN.gelu_backward,
-    "TanhBackward0": _ATEN.tanh_backward,
-    "SigmoidBackward0": _ATEN.sigmoid_backward,
-    "SiluBackward0": _ATEN.silu_backward,
-    "LeakyReluBackward0": _ATEN.leaky_relu_backward,
-    "HardtanhBackward0": _ATEN.hardtanh_backward,
-    "SoftplusBackward0": _ATEN.softplus_backward,
-    "EluBackward0": _ATEN.elu_backward,
-}
-ELEMENTWISE = frozenset(_OPERATIONS)  # kinds of nodes whose one gradient has the shape of what arrives
+_NAMES = "threshold", "gelu", "tanh", "sigmoid", "silu", "leaky_relu", "hardtanh", "softplus", "elu"
+ELEMENTWISE = frozenset(f"{name.title().replace('_', '')}Backward0" for name in ("relu", *_NAMES))
+"""Kinds of nodes whose one gradient has the shape of what arrives."""
+_FUNCTIONS = [getattr(_ATEN, f"{name}_backward") for name in _NAMES]
 # What such a node calls, and the call that writes the same into memory that is given.
-_INTO = {operation.default: operation.grad_input for operation in _OPERATIONS.values()}
+_INTO = {function.default: function.grad_input for function in _FUNCTIONS}
 
 
 class Spare(Tensor):
@@ -77,44 +67,26 @@ class Spare(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute ``func`` over the gradient, if it is one of those that may; else from it."""
-        named = kwargs or {}
-        note = args[0] if args else None
-        if isinstance(note, Spare) and (func is _ATEN.mm.default or func in _INTO):
-            return note.reuse.computed(func, note, args[1:], named)
-        return func(*tree_map(_read, tuple(args)), **tree_map(_read, dict(named)))
+        named = dict(kwargs or {})
+        if args and isinstance(args[0], Spare) and (func is _ATEN.mm.default or func in _INTO):
+            return args[0].reuse.computed(func, args[0], args[1:], named)
+        return func(*tree_map(_read, tuple(args)), **tree_map(_read, named))
 
 
-def _read(found: Any) -> Any:
-    """A note is read as the gradient.
-
-    Raises: StageError: it was written over."""
-    if not isinstance(found, Spare):
-        return found
-    if found.gradient is None:
+def _read(item: Any) -> Any:
+    """Read a note as the gradient; StageError if that was written over."""
+    if isinstance(item, Spare) and item.gradient is None:
         raise StageError(
             "a gradient is read by the layer that it arrives at, found one that was read again after the "
             "gradient of the layer's input took its memory; train without weights_first, and report it"
         )
-    return found.gradient
+    return item.gradient if isinstance(item, Spare) else item
 
 
-class _Holders(NamedTuple):
-    """Numbers of holders of a gradient, and the note in its place, while a node computes from it."""
-
-    note: int
-    tensor: int
-    python: int
-    storage: int
-
-    @classmethod
-    def of(cls, note: Any, tensor: Any) -> _Holders:
-        """As it is now."""
-        held = num_storage_holders(tensor.untyped_storage())
-        return cls(num_tensor_holders(note), num_tensor_holders(tensor), sys.getrefcount(tensor), held)
-
-    def within(self, others: _Holders) -> bool:
-        """Return whether nobody holds it but those that hold ``others`` too."""
-        return all(ours <= theirs for ours, theirs in zip(self, others, strict=True))
+def _num_holders(note: Any, tensor: Any) -> tuple[int, ...]:
+    """Numbers of holders of a gradient, and of the note in its place, while a node computes from it."""
+    held = num_storage_holders(tensor.untyped_storage())
+    return num_tensor_holders(note), num_tensor_holders(tensor), sys.getrefcount(tensor), held
 
 
 class Reuse:
@@ -127,12 +99,12 @@ class Reuse:
         self.verdicts: dict[Hashable, bool] = {}
         self.num_reused = 0
         self._least = 0
-        self._nobody: _Holders | None = None  # beside the node itself
+        self._nobody: tuple[int, ...] | None = None  # holders where there are none but the node itself
         with torch.enable_grad():
-            made = torch.ones(1, requires_grad=True).relu()
-            loss = made.mul(2)  # whose gradient others hold
-        assert made.grad_fn is not None
-        made.grad_fn.register_prehook(self.offer)
+            output = torch.ones(1, requires_grad=True).relu()
+            loss = output.mul(2)  # whose gradient others hold
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(self.offer)
         loss.backward()
         assert self._nobody is not None, "a note reaches what a node calls"
         self._least = least
@@ -147,28 +119,31 @@ class Reuse:
     def computed(self, function: Any, note: Spare, rest: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
         """Compute ``function`` of the gradient and the ``rest``, over the gradient if that is right."""
         gradient = _read(note)
-        holders = _Holders.of(note, gradient)
+        holders = _num_holders(note, gradient)
         if self._nobody is None:
             self._nobody = holders
             return function(gradient, *rest, **named)
-        over = _by_rows if function is _ATEN.mm.default else _in_place
-        key = _key(function, (gradient, *rest, *named.items())) if holders.within(self._nobody) else None
-        if key is None or not _FITS[over](gradient, rest) or self.verdicts.get(key) is False:
+        # 1. may it be written over
+        over, fits = (_by_rows, _narrows) if function is _ATEN.mm.default else (_in_place, _is_alike)
+        is_alone = all(ours <= theirs for ours, theirs in zip(holders, self._nobody, strict=True))
+        key = _key(function, (gradient, *rest, *named.items())) if is_alone else None
+        if key is None or not fits(gradient, rest) or self.verdicts.get(key) is False:
             return function(gradient, *rest, **named)
+        # 2. it is known to be exact, or tried
         if key in self.verdicts:
             note.gradient = None
             self.num_reused += 1
             return over(function, gradient, rest, named)
-        found = function(gradient, *rest, **named)
-        if _tells(gradient):
+        result = function(gradient, *rest, **named)
+        # a trial counts where sums of the elements in another order would be others
+        if int(gradient.count_nonzero()) * _TELLING >= gradient.numel() and bool(gradient.sum().isfinite()):
             note.gradient = None
-            self.verdicts[key] = _same_bits(found, over(function, gradient, rest, named))
-        return found
+            self.verdicts[key] = _same_bits(result, over(function, gradient, rest, named))
+        return result
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor is the whole of its memory, row by row, but for an end that is no longer
-    read."""
+    """Return whether a tensor is the whole of its memory, row by row, but for an end that nobody reads."""
     return bool(
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -183,34 +158,27 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _key(function: Any, operands: Sequence[Any]) -> Hashable:
-    told = [
-        (item.size(), item.stride(), item.dtype, item.device, item.data_ptr() % _ALIGNED)
-        if isinstance(item, Tensor)
-        else item
+    known = [
+        (*_geometry(item), item.data_ptr() % _ALIGNED) if isinstance(item, Tensor) else item
         for item in operands
     ]
-    return function, torch.get_num_threads(), *told
+    return function, torch.get_num_threads(), *known
 
 
-def _tells(gradient: Tensor) -> bool:
-    """Return whether sums of its elements in another order would be others."""
-    few = int(gradient.count_nonzero()) * _TELLING < gradient.numel()
-    return not few and bool(gradient.sum().isfinite())
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     word = _WORDS[one.itemsize]
-    alike = one.dtype is other.dtype and one.size() == other.size() and one.stride() == other.stride()
-    return alike and torch.equal(one.view(word), other.view(word))
+    return _geometry(one) == _geometry(other) and torch.equal(one.view(word), other.view(word))
 
 
 # -- element by element ---------------------------------------------------------------------------------
 
 
-def _suit(gradient: Tensor, rest: Sequence[Any]) -> bool:
-    others = [item for item in rest if isinstance(item, Tensor)]
-    alike = (gradient.size(), gradient.stride(), gradient.dtype, gradient.device)
-    return all((other.size(), other.stride(), other.dtype, other.device) == alike for other in others)
+def _is_alike(gradient: Tensor, rest: Sequence[Any]) -> bool:
+    return all(_geometry(item) == _geometry(gradient) for item in rest if isinstance(item, Tensor))
 
 
 def _in_place(function: Any, gradient: Tensor, rest: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
@@ -232,20 +200,17 @@ def _narrows(gradient: Tensor, rest: Sequence[Any]) -> bool:
     other = rest[0]
     if type(other) is not Tensor or other.dtype is not gradient.dtype or gradient.dim() != 2:
         return False
-    made = gradient.shape[0] * other.shape[1] * gradient.itemsize
-    return made <= gradient.nbytes and 2 * made >= gradient.untyped_storage().nbytes()
+    num_bytes = gradient.shape[0] * other.shape[1] * gradient.itemsize
+    return num_bytes <= gradient.nbytes and 2 * num_bytes >= gradient.untyped_storage().nbytes()
 
 
 def _by_rows(function: Any, gradient: Tensor, rest: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
     other = rest[0]
     shape = gradient.shape[0], other.shape[1]
-    made = gradient.new_empty(0).set_(gradient.untyped_storage(), 0, shape, (shape[1], 1))
+    product = gradient.new_empty(0).set_(gradient.untyped_storage(), 0, shape, (shape[1], 1))
     for begin, end in _blocks(shape[0]):
-        made[begin:end] = function(gradient[begin:end], other, **named)
-    return made
-
-
-_FITS: Mapping[Callable[..., Tensor], Callable[..., bool]] = {_by_rows: _narrows, _in_place: _suit}
+        product[begin:end] = function(gradient[begin:end], other, **named)
+    return product
 
 
 # By kind of product: its first operand's place among its edges, and the names of both where it saves them.
@@ -265,13 +230,16 @@ class _First(Arrived):
         """Half of the node, inside the run that is about to run it."""
         run_half(self.node, self, self.leaves, retain=True)
         arrived, self.gradients = self.gradients, None  # the outer run alone holds it, as without this hook
-        kind = type(self.node).__name__
-        if kind in _OPERANDS and (name := _feature_map(self.node, self.leading)):
-            _let_go(saved_tensor(self.node, name))
-        elif kind == "ConvolutionBackward0":
+        kind, leads = type(self.node).__name__, [a in self.leading for a, _ in self.node.next_functions]
+        if kind == "ConvolutionBackward0":
             _hollow_out(self.node)
-        alone = sum(after in self.leading for after, _ in self.node.next_functions) == 1
-        return self.reuse.offer(arrived) if arrived and alone and kind in _OPERANDS else None
+        if kind not in _OPERANDS:
+            return None
+        place, *names = _OPERANDS[kind]
+        operands = leads[place : place + 2]
+        if sum(operands) == 1:  # what it saved for the gradient of its weights alone
+            _let_go(saved_tensor(self.node, names[operands.index(True)]))
+        return self.reuse.offer(arrived) if arrived and sum(leads) == 1 else None
 
 
 def run_weights_first(roots: Sequence[Root], anchor: torch.Tensor, reuse: Reuse) -> None:
@@ -280,7 +248,7 @@ def run_weights_first(roots: Sequence[Root], anchor: torch.Tensor, reuse: Reuse)
     Args:    reuse: writes gradients over those that they are computed from."""
     graph, end = Graph(roots), get_gradient_edge(anchor).node
     goals = [node for node in graph.after if node is end or type(node).__name__ in HALVED]
-    leading = graph.leading(goals)
+    leading = set(graph.leading(goals))
     sides = Sides(graph, leading)
     rest = sides.later.pop(None, [])
     found = {node: leaves for node, leaves in sides.later.items() if node is not None}
@@ -303,13 +271,6 @@ def _reads_once(node: Node) -> bool:
     )
 
 
-def _feature_map(node: Any, leading: set[Node]) -> str | None:
-    """The name of what a product saved for the gradient of its weights alone, if there is such a tensor."""
-    place, *names = _OPERANDS[type(node).__name__]
-    passed_on = [after in leading for after, _ in node.next_functions[place : place + 2]]
-    return names[passed_on.index(True)] if sum(passed_on) == 1 else None
-
-
 def _let_go(saved: Any) -> None:
     kept = None
     with contextlib.suppress(RuntimeError):  # there is none
@@ -325,14 +286,11 @@ def _hollow_out(node: Any) -> None:
     weight, backend_of = convolution_backend(node)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
-        """Others than oneDNN may lay it out anew or take slices of it before they see that it is not read."""
-        if (
-            "Mkldnn" not in backend_of(tensor)
-            or tensor.dim() < 4
-            or not (_is_plain(tensor) and _is_plain(weight))
-        ):
-            return tensor.detach()
-        return tensor.size(), tensor.dtype
+        # others than oneDNN may lay it out anew or take slices of it before they see that it is not read
+        is_plain = tensor.dim() >= 4 and _is_plain(tensor) and _is_plain(weight)
+        if "Mkldnn" in backend_of(tensor) and is_plain:
+            return tensor.size(), tensor.dtype
+        return tensor.detach()
 
     exchange(saved_tensor(node, "input"), pack, _without_memory)
 
@@ -346,6 +304,5 @@ def _without_memory(kept: torch.Tensor | tuple[Any, ...]) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the strides are those of a new tensor, by which a convolution knows its memory
-    format."""
+    """Return whether the strides are those of a new tensor: by them a convolution knows a memory format."""
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()

@@ -1,8 +1,6 @@
 """The policies of the weights: which version of its weights a micro-batch sees, as values in one table.
 
-A policy is a version rule (a row of ``POLICIES``), a predictor or none, and a tier where idle versions wait.
-The rows say which schedule they suit as well, so nothing here imports torch: what does not fit is refused
-before anybody waits for it. ``versions.py`` does what a policy says."""
+Nothing here imports torch: what does not fit is refused before anybody waits for it."""
 
 from __future__ import annotations
 
@@ -16,20 +14,17 @@ STREAM = "async_1f1b"  # no flush: every micro-batch is an update of its own
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRule:
-    """Version that a forward and its backward run with, as a closed form over the order of a schedule.
-
-    Micro-batch u (batch u, if ``per_batch``) runs with the weights after max(0, u - ``delay``) updates.
+    """Version that a forward and its backward run with: micro-batch u (batch u, if ``per_batch``) has the
+    weights after max(0, u - ``delay``) updates.
 
     Args:    schedule: the schedule in whose order versions change between a forward and its backward.
              delay: from a stage and the number of stages to updates, never fewer than the schedule leaves
-             between a forward and its backward; None for no stashing: the newest weights in each of both.
-             per_batch: whether an update takes the gradients of a batch, else of one micro-batch.
-             predicts: whether the rule may run with predicted weights."""
+             between a forward and its backward; None for no stashing: the newest weights in each of both."""
 
     schedule: str = STREAM
     delay: Callable[[int, int], int] | None
-    per_batch: bool = False
-    predicts: bool = False
+    per_batch: bool = False  # an update takes the gradients of a batch, else of one micro-batch
+    predicts: bool = False  # it may run with predicted weights
 
     def old_versions(self, stage: int, stages: int) -> int:
         """Versions of a stage's weights that are kept beside the newest one, at most."""
@@ -56,15 +51,11 @@ POLICIES: dict[str, VersionRule] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPolicy:
-    """Rule for the weights of a stage.
+    """Rule for the weights of a stage."""
 
-    ``rule`` is None under schedules with a flush, where no update comes between a forward and its backward;
-    ``prediction``: forwards run with the weights as they are expected to be at the backward; ``tier``: where
-    a version waits that no instruction reads right now."""
-
-    rule: VersionRule | None = None
-    prediction: bool = False
-    tier: str = "device"
+    rule: VersionRule | None = None  # None: no update comes between a forward and its backward
+    prediction: bool = False  # forwards run with the weights as they are expected to be at the backward
+    tier: str = "device"  # where a version waits that no instruction reads right now
 
 
 def rule_named(name: str) -> VersionRule:

@@ -4,11 +4,10 @@
 finds its version again: a view (``weight.t()``) holds its memory, a parameter itself is read when it is asked
 for, so its version is in place during the backward. An optimizer writes in place, into a copy if something
 still needs what it would overwrite, and its writes are not counted: autograd would take them for a mistake.
-
-Which version a micro-batch runs with is the closed form of its ``VersionRule``. How long a version is kept
-follows from the same form and the order of the schedule, so no program names one.
 Source: PipeDream (Narayanan et al., SOSP 2019, section 3.3: weight stashing, vertical sync); PipeDream-2BW
         (Narayanan et al., ICML 2021, section 3: double-buffered updates)."""
+
+# ruff: noqa: D102 (methods are those of WeightVersions)
 
 from __future__ import annotations
 
@@ -27,6 +26,7 @@ from ...compression.errors import PlanError, StageError
 from ..memory.evictable_tensor import EvictableTensor
 from ..memory.packer import FOR_SAVED
 from ..memory.parameter_offload import OffloadedParameters, OffloadedVersion
+from ..memory.saved_storage import Bytes, row_view, view_of
 from ..memory.stores import UNLIMITED, Store, StoreOptions, UnpooledBuffers, open_store
 from ..torch_private import preserve_version_counter
 from .policies import VersionRule, WeightPolicy
@@ -67,7 +67,6 @@ class WeightPredictor:
         self._optimizer: Optimizer | None = None
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Take ``optimizer``; raises PlanError if its steps cannot be predicted."""
         if type(optimizer) not in STEPS:
             raise PlanError(
                 f"prediction knows {', '.join(kind.__name__ for kind in STEPS)}, found "
@@ -95,14 +94,14 @@ class WeightPredictor:
 class StashedVersion:
     """The values of all parameters after ``number`` updates; it never changes, so it is packed once.
 
-    Without a ``store`` it stays on the device; with one, the tensors that shrink there wait there as frames.
-    ``tensors`` is empty while they are the parameters' own; ``ours``: nobody else looks into their memory."""
+    ``tensors`` is empty while they are the parameters' own; those that shrink wait in the ``store``, if there
+    is one. ``ours``: nobody else looks into their memory."""
 
     def __init__(
         self, number: int, tensors: Iterable[Tensor] = (), *, ours: bool = True, store: Store | None
     ) -> None:
         self.number, self.tensors, self.ours = number, list(tensors), ours
-        self.store, self._fresh = store, UnpooledBuffers()
+        self.store = store
         self._frames: dict[int, tuple[object, int]] = {}  # by place in tensors: key and bytes
         self.offloaded: OffloadedVersion | None = None  # of parameters that wait in a store of their own
         self._packed = self._away = False
@@ -118,7 +117,13 @@ class StashedVersion:
         if not self._packed and self.store is not None:
             self._packed = True
             for place, tensor in enumerate(self.tensors):
-                self._pack(place, tensor, self.store)
+                if self._own(tensor):
+                    frame = encode(_flat(tensor), FOR_SAVED)
+                    num_bytes = frame.numel()
+                    away = self.store.offloads_from(tensor.device)
+                    if away or num_bytes < tensor.untyped_storage().nbytes():
+                        self._frames[place] = object(), num_bytes
+                        self.store.put(self._frames[place][0], Frame(frame, num_bytes, UnpooledBuffers()))
         for place in self._frames:
             self.tensors[place].untyped_storage().resize_(0)
         self._away = True
@@ -149,16 +154,8 @@ class StashedVersion:
         return []
 
     def _own(self, tensor: Tensor) -> bool:
-        """True if a tensor is all of its memory, which nobody else knows."""
+        """Return whether a tensor is all of its memory, which nobody else knows."""
         return self.ours and tensor.untyped_storage().resizable()
-
-    def _pack(self, place: int, tensor: Tensor, store: Store) -> None:
-        if not self._own(tensor):
-            return
-        frame = encode(_flat(tensor), FOR_SAVED)
-        if frame.numel() < tensor.untyped_storage().nbytes() or store.offloads_from(tensor.device):
-            self._frames[place] = object(), frame.numel()
-            store.put(self._frames[place][0], Frame(frame, frame.numel(), self._fresh))
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -169,38 +166,28 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype, storage = dtype or tensor.dtype, tensor.untyped_storage()
-    row = torch.empty(0, dtype=torch.uint8, device=tensor.device).view(dtype)
-    return row.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+    return row_view(storage.nbytes() // dtype.itemsize, dtype).over(Bytes(storage, 0))
 
 
 def _fill(tensor: Tensor, frame: Frame) -> None:
-    num_bytes = _span(tensor) * tensor.itemsize
-    tensor.untyped_storage().resize_(num_bytes)
-    packed = frame.buffer[: frame.num_bytes]
-    if packed.is_cuda:
-        flat = decode(packed)
+    tensor.untyped_storage().resize_(view_of(tensor).num_bytes)
+    if frame.buffer.is_cuda:
+        flat = decode(frame.bytes)
         assert flat is not None, "a version has values"
         _flat(tensor).copy_(flat)
     else:
-        decode(packed, _flat(tensor, torch.uint8))
-
-
-def _span(tensor: Tensor) -> int:
-    """Elements from the first of ``tensor`` to behind its last; its memory has no others."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        decode(frame.bytes, _flat(tensor, torch.uint8))
 
 
 class WeightVersions:
     """One version of a stage's weights, of which a schedule with a flush reads nothing while it is updated.
 
     Layers run inside ``forward`` of their micro-batch, its backward inside ``backward``, an optimizer inside
-    ``update``; here nothing is done, and subclasses do what lies between. Buffers (the running statistics of
-    BatchNorm) have no versions: forwards write them, and every schedule runs those in ascending order.
-    ``num_live``: distinct versions kept now, the newest among them; ``num_bytes``: bytes kept beside the
-    parameters, which are the newest version; ``moves``: whether parameters hold other values behind a forward
-    than in it, or none."""
+    ``update``. Buffers (the running statistics of BatchNorm) have no versions: forwards write them, and every
+    schedule runs those in ascending order.
+
+    Attributes: num_live: distinct versions that are kept now, the newest among them, which is in place.
+                num_bytes: of the others. moves: parameters have other values behind a forward, or none."""
 
     num_live, num_bytes, moves = 1, 0, False
     _nothing = contextlib.nullcontext()
@@ -273,43 +260,33 @@ class LatestWeights(WeightVersions):
         self.begun: Gradients | None = None  # those of the next update, during one
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Predict the steps of ``optimizer``, if any are to be predicted."""
         if self.predictor:
             self.predictor.bind(optimizer)
 
     @contextlib.contextmanager
     def forward(self, micro_batch: int, batch: int) -> Iterator[None]:
-        """The block in which the layers of ``micro_batch`` run, with its weights in place."""
         self.update_of[micro_batch] = batch if self.rule.per_batch else micro_batch
         with self._in_place(micro_batch):
             yield
 
     @contextlib.contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
-        """The block in which its backward runs; at the first of an update, older gradients are set aside.
-
-        Micro-batches of the next batch may run backward before all stages are through with this one."""
         update = self.update_of.get(micro_batch, self.gathering)
         if update != self.gathering:
-            self.gathering = update
+            self.gathering = update  # older gradients are set aside until all stages are through with them
             assert self.whole is None, "a stage is ahead of the others by less than a batch"
             self.whole = self._exchange_gradients(None)
         yield
 
     def done(self, micro_batch: int) -> None:
-        """Forget which update ``micro_batch`` belongs to."""
         self.update_of.pop(micro_batch, None)
 
     def due(self) -> None:
-        """Put the gradients of a whole update into ``.grad``, set aside what the next has begun."""
         if self.whole is not None:
             self.begun, self.whole = self._exchange_gradients(self.whole), None
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """The block in which an optimizer writes the parameters; what the next update has begun goes on.
-
-        Gradients start from None: sums that start from zeros lose -0.0."""
         try:
             with preserve_version_counter(tuple(self.written)):
                 yield
@@ -317,11 +294,10 @@ class LatestWeights(WeightVersions):
             if self.mirror is not None:
                 self.mirror.uncounted()
         self.gathering += self.begun is None
-        _discard(self._exchange_gradients(self.begun))
+        _discard(self._exchange_gradients(self.begun))  # None, not zeros: sums that start there lose -0.0
         self.begun = None
 
     def drained(self) -> None:
-        """Nothing is in flight, and no gradient is left."""
         for gradients in (self._exchange_gradients(None), self.whole, self.begun):
             _discard(gradients or ())
         self._start()
@@ -329,8 +305,7 @@ class LatestWeights(WeightVersions):
     def _exchange_gradients(self, gradients: Gradients | None) -> Gradients:
         before: Gradients = [p.grad for p in self.parameters]
         for place, parameter in enumerate(self.parameters):
-            there = gradients[place] if gradients else None
-            parameter.grad = cast("Tensor | None", there)
+            parameter.grad = cast("Tensor | None", gradients[place] if gradients else None)
         if self.mirror is not None:
             before += self.mirror.take_gradients(self.offloaded)
             if gradients:
@@ -380,8 +355,9 @@ def versions_of(
     Raises:  PlanError: parameters of which there are versions share their memory."""
     if policy.rule is None:
         return WeightVersions()
-    placed: dict[str, Any] = {"parameters": parameters, "stage": stage, "num_stages": num_stages}
-    placed["mirror"] = mirror
+    placed: Any = {
+        "parameters": parameters, "stage": stage, "num_stages": num_stages, "mirror": mirror
+    }  # fmt: skip
     if policy.rule.delay:
         return WeightStashing(policy.rule, policy, options=options, **placed)
     return LatestWeights(policy.rule, policy, **placed)
@@ -410,12 +386,10 @@ class WeightStashing(LatestWeights):
 
     @property
     def num_live(self) -> int:
-        """Distinct versions that are kept now, the newest among them."""
         return 1 + len(self.older)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the versions beside the newest, which is in place."""
         return sum(version.num_bytes for version in self.older)
 
     @property
@@ -427,16 +401,13 @@ class WeightStashing(LatestWeights):
 
     @contextlib.contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
-        """The block in which its backward runs, with the weights of its forward."""
         with super().backward(micro_batch), self._placed(self._of(micro_batch)):
             yield
 
     def fetch(self, micro_batch: int) -> None:
-        """Begin to bring back the version of ``micro_batch``."""
         self._of(micro_batch).fetch()
 
     def done(self, micro_batch: int) -> None:
-        """Forget the version of ``micro_batch`` if it was the last that needs it."""
         super().done(micro_batch)
         version = self.running.pop(micro_batch, None)
         self._forget()
@@ -460,7 +431,6 @@ class WeightStashing(LatestWeights):
         self._forget()
 
     def drained(self) -> None:
-        """Nothing is in flight: keep the newest version only, and count from 0 again."""
         for version in self.older:
             version.drop()
         super().drained()
@@ -502,7 +472,7 @@ class WeightStashing(LatestWeights):
         return self._version(number, tensors.values())
 
     def _needed(self, version: StashedVersion, newest: int) -> bool:
-        """True if ``version`` is read again when there are ``newest`` updates."""
+        """Return whether ``version`` is read again when there are ``newest`` updates."""
         if any(version is other for other in self.running.values()):
             return True
         following = self.rule.version(max(self.next, newest), self.stage, self.num_stages)
