@@ -243,10 +243,8 @@ def grad_scaler(device: torch.device = CPU) -> GradScaler:
 
 
 def device_named(name: str, *, local_rank: int = 0) -> Device:
-    """cpu; cuda, the GPU with the number of the rank, counted around; cuda:N; auto, cuda if there is one.
-
-    Args:    local_rank: the number of this rank among those of its machine.
-    Raises:  ConfigError: the name is not known, or the GPU is not there."""
+    """Return the device of cpu; cuda (the GPU with the number ``local_rank``, counted around); cuda:N; or
+    auto, cuda if there is one. Raises ConfigError if it is not there."""
     if name != AUTO and not is_device(name):
         raise ConfigError(f"device={name} is not known; known are {HOST}, {GPU}, {GPU}:N and {AUTO}")
     count = torch.cuda.device_count() if name != HOST and torch.cuda.is_available() else 0
@@ -265,9 +263,8 @@ def device_named(name: str, *, local_rank: int = 0) -> Device:
 
 
 def home_of(model: nn.Module) -> torch.device:
-    """Device of the parameters of ``model``, or of its buffers if it has none; the CPU without either.
-
-    Raises: PlanError: they are on several devices, or on one where no rank computes."""
+    """Return the device of the parameters of ``model``, or else of its buffers, or else the CPU; PlanError if
+    they are on several devices, or on one where no rank computes."""
     tensors = [*model.parameters()] or [*model.buffers()]
     found = {tensor.device: None for tensor in tensors if not tensor.is_meta}
     if len(found) > 1:

@@ -2,7 +2,7 @@
 
 On the meta device torch's dispatch says which calls would draw or write (``MetaWatch``); in a real run the
 bytes of a memory tell it (``Contents``): a write through ``.data`` or NumPy, or by a kernel that gives no
-version. A later layer that writes to what is saved changes a gradient; on another stage it writes elsewhere."""
+version. A later layer that writes to what is saved changes a gradient; on another stage it would not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")  # whose
 
 
 class MetaWatch(TorchDispatchMode):
-    """Looks on in a block; asked like a ``torch.Generator``, its state is how often something was drawn.
-
-    Attributes: writes: the storages that were written to, one after another."""
+    """Notes storages that are written to (``writes``); asked like a generator, its state counts the draws."""
 
     def __init__(self) -> None:
         super().__init__()

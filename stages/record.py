@@ -48,12 +48,8 @@ def load_json(path: str | Path, kind: str) -> Any:
 
 
 def read(kind: Any, value: Any, where: str) -> Any:
-    """Read ``value`` as ``kind``; raises PlanError, which says ``where``.
-
-    Kinds:  int, float (finite), str, ``tuple[X, ...]`` (a list), ``dict[str, X]`` (an object), ``dict[int,
-            X]`` (one with whole numbers as keys), ``X | None``, a dataclass of such fields (an object with
-            those keys).
-    """
+    """Read ``value`` as ``kind``: int, finite float, str, a tuple, dict, optional or dataclass of these;
+    raises PlanError, which says ``where``."""
     if dataclasses.is_dataclass(kind):
         return _read_fields(kind, value, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -35,12 +35,9 @@ class Receipt(NamedTuple):
 
 
 def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    *,
-    notes: Mapping[str, Any] | None = None,
+    path: Path, tensors: Mapping[str, Tensor], *, notes: Mapping[str, Any] | None = None,
     read: Callable[[str], Tensor] | None = None,
-) -> Receipt:
+) -> Receipt:  # fmt: skip
     """Write ``tensors`` as safetensors; one memory under two names is written twice.
 
     Args:   notes: what JSON can say, kept in the header with strides and checksums of the tensors.
@@ -249,11 +246,9 @@ def checksum(data: Any) -> str:
 
 
 def _begin(
-    entries: Mapping[str, Any],
-    notes: Mapping[str, Any] | None,
-    tensors: Mapping[str, Tensor],
+    entries: Mapping[str, Any], notes: Mapping[str, Any] | None, tensors: Mapping[str, Tensor],
     checksums: Mapping[str, str],
-) -> bytes:
+) -> bytes:  # fmt: skip
     """Return the first bytes of a file, as many whatever the checksums are."""
     header = dict(entries)
     if notes is not None:

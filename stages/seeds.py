@@ -17,8 +17,8 @@ from .meta_watch import watching
 from .torch_private import tree_leaves
 
 TURN = threading.RLock()
-"""Held by whoever seeds and draws from generators of the process, or exchanges methods of torch, which ranks as
-threads share; nobody who holds it waits for another rank. It is no state."""
+"""Held by whoever seeds and draws from generators of the process, or exchanges methods of torch, which ranks
+as threads share; nobody who holds it waits for another rank. It is no state."""
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
@@ -28,7 +28,7 @@ def layer_seed(seed: int, step: int, micro_batch: int, name: str) -> int:
 
 
 def generators_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.Generator, ...]:
-    """Generators that random layers draw from where these tensors are: always the CPU's, and a ``MetaWatch``."""
+    """Generators that random layers draw from where these tensors are: always the CPU's, a ``MetaWatch``."""
     places = {CPU: None} | {t.device: None for t in tensors if is_gpu(t.device)}
     found: dict[int, Any] = {id(g): g for place in places for g in device_of(place).generators}
     watch = watching()

@@ -18,10 +18,8 @@ _WRITTEN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)")
 
 def parse_bytes(value: int | str, *, name: str = "memory") -> int:
     """Bytes in ``"2GiB"``, ``"64KiB"``, ``"1.5MB"`` or a plain number; else PlanError naming it."""
-    number = _parse(value, _BYTES)
-    if number is None or number < 1:
-        raise PlanError(f"{name}={value} is not a size in bytes; write it like 2GiB, 64KiB, 1.5MB or 1000000")
-    return int(number)
+    refusal = f"{name}={value} is not a size in bytes; write it like 2GiB, 64KiB, 1.5MB or 1000000"
+    return int(_parse(value, _BYTES, refusal, least=1))
 
 
 def is_zero(value: object) -> bool:
@@ -44,20 +42,13 @@ def share_of(value: object, *, name: str = "memory") -> float | None:
 
 def parse_rate(value: float | str, *, name: str = "link") -> float:
     """Bits per second in ``"1Gbit"`` or a plain number; else PlanError, which names the value."""
-    number = _parse(value, _BITS)
-    if number is None or number <= 0:
-        raise PlanError(
-            f"{name}={value} is not a rate in bits per second; write it like 1Gbit, 100Mbit or 1000000000"
-        )
-    return float(number)
+    refusal = f"{name}={value} is not a rate in bits per second; write it like 1Gbit, 100Mbit or 1000000000"
+    return float(_parse(value, _BITS, refusal))
 
 
 def parse_duration(value: float | str, *, name: str) -> float:
     """Seconds in ``"10min"``, ``"30s"``, ``"2h"`` or a plain number; else PlanError naming it."""
-    number = _parse(value, _SECONDS)
-    if number is None or number <= 0:
-        raise PlanError(f"{name}={value} is not a time; write it like 30s, 10min or 2h")
-    return float(number)
+    return float(_parse(value, _SECONDS, f"{name}={value} is not a time; write it like 30s, 10min or 2h"))
 
 
 def show_bytes(num_bytes: float) -> str:
@@ -97,13 +88,17 @@ def text_table(
     ]
 
 
-def _parse(value: float | str, units: dict[str, int]) -> Fraction | None:
+def _parse(value: float | str, units: dict[str, int], refusal: str, *, least: int = 0) -> Fraction:
+    number = Fraction(0)
     if isinstance(value, str):
         found = _WRITTEN.fullmatch(value.strip())
-        return Fraction(found[1]) * units[found[2]] if found and found[2] in units else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return Fraction(value)
+        if found and found[2] in units:
+            number = Fraction(found[1]) * units[found[2]]
+    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        number = Fraction(value)
+    if number <= 0 or number < least:
+        raise PlanError(refusal)
+    return number
 
 
 def _show(number: float, base: int, units: tuple[str, ...]) -> str:

@@ -34,9 +34,7 @@ class Stream:
     def submit(
         self, task: Callable[[], T], *, after: Iterable[Work[Any]] = (), reads: Iterable[Tensor] = ()
     ) -> Work[T]:
-        """Do ``task`` behind the work ``after``, and never wait here.
-
-        Args:    reads: tensors made where the device computes, whose memory must stay until it is done."""
+        """Do ``task`` behind the work ``after``, without a wait; what it ``reads`` stays until it is done."""
         return Work(task())
 
     def run(self, after: Work[Any] | None = None) -> contextlib.AbstractContextManager[None]:

@@ -5,7 +5,6 @@ states of a storage. Nothing here knows schedules or ranks: a stage reports when
 micro-batch has gone on, and when it is wanted back. Imports go up this list only:
 
     parameter_offload.py  evictable_tensor.py               parameters, gradients and optimizer states
-    recompute.py                                            the saved tensors of a layer, computed again
     activations.py  offload.py                              the saved tensors of a stage; of any with-block
     prefetch.py                                             the memory thread: what leaves and comes, and when
     saved_tensor_hooks.py                                   the tensors that autograd saves

@@ -57,8 +57,7 @@ class ByteCounter:
         return self.limit is None or self.now + num_bytes <= self.limit
 
     def wait(self, enough: Callable[[], bool]) -> None:
-        """Wait until ``enough``, asked again whenever there is less, and now and then: a collector that
-        counts in the middle of it all tells nobody."""
+        """Wait until ``enough``, asked when there is less, and now and then: a collector tells nobody."""
         self._waiting += 1
         try:
             with self._less:
@@ -153,9 +152,8 @@ class Tiers:
 
     @property
     def excess(self) -> int | None:
-        """Bytes that are to leave the device, those on their way not counted; None: it has no limit.
-
-        Half of what the limit leaves beside the fixed bytes is kept free for what the next layers save."""
+        """Bytes that are to leave the device; None: it has no limit. Half of what the limit leaves beside the
+        fixed bytes is kept free for what the next layers save."""
         if (limit := self.device.limit) is None:
             return None
         return self.device.now - self.leaving.now - (limit - max(0, limit - self.fixed) // _ROOM)

@@ -77,9 +77,7 @@ _CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
 
 class SwapFile:
-    """A file without a name; ``direct``: whether it is read and written past the page cache.
-
-    Addresses, offsets and lengths are multiples of 4,096. Calls from several threads may overlap."""
+    """A file without a name; ``direct``: it is moved past the page cache, in multiples of 4,096."""
 
     def __init__(self, folder: Path) -> None:
         """Open an empty file in ``folder``; ConfigError if that is none, or takes no file."""
@@ -136,10 +134,8 @@ class SwapFile:
 
 
 class SwapSpace:
-    """Slots of a swap file of ``size`` bytes, of which ``lent_bytes`` are lent; the disk's lock guards it.
-
-    A slot has the size of its class, so that frames of about the same length take turns in it. When nothing
-    is lent any more, all slots are forgotten."""
+    """Slots of a swap file of ``size`` bytes, of which ``lent_bytes`` are lent; the disk's lock guards it. A
+    slot has the size of its class, so that frames of about the same length take turns in it."""
 
     def __init__(self, file: SwapFile, budget: int | None) -> None:
         self._file, self._budget = file, budget
@@ -268,21 +264,11 @@ class Disk:
     a copy. ``seconds_waited``: for which ``write`` waited."""
 
     def __init__(
-        self,
-        options: DiskOptions = ANYWHERE,
-        *,
-        depth: int = 4,
-        most_waiting: int = MOST_WAITING,
-        swap_file: Callable[[Path], SwapFile] = SwapFile,
-        tiers: Tiers | None = None,
-    ) -> None:
-        """Open a file without a name.
-
-        Args:    depth: how many requests the disk is given at a time.
-                 most_waiting: the most bytes that wait in memory to be written; then ``write`` waits.
-                 swap_file: what opens the file in a folder.
-                 tiers: those of the rank, which count what lies in memory meanwhile.
-        Raises:  ConfigError: the folder takes no file. PlanError: no size in bytes."""
+        self, options: DiskOptions = ANYWHERE, *, depth: int = 4, most_waiting: int = MOST_WAITING,
+        swap_file: Callable[[Path], SwapFile] = SwapFile, tiers: Tiers | None = None,
+    ) -> None:  # fmt: skip
+        """Open a file without a name, to which ``depth`` requests go at a time. ``most_waiting``: bytes to be
+        written from which on ``write`` waits. Raises ConfigError if the folder takes no file."""
         self.folder = Path(tempfile.gettempdir() if options.path is None else options.path)
         self._file = swap_file(self.folder)
         self.direct, self.buffers = self._file.direct, PageBuffers()
@@ -309,10 +295,8 @@ class Disk:
         return not self.space.is_full
 
     def write(self, frame: Frame, *, ready: Callable[[], None] | None = None) -> SwapEntry:
-        """Begin to write ``frame``, whose hold becomes the disk's; waits while much is to be written.
-
-        Args:    ready: waits until the frame's bytes are there; None: they are.
-        Raises:  StageError: an earlier frame could not be written."""
+        """Begin to write ``frame``, whose hold becomes the disk's, once it is ``ready``; waits while much
+        is."""
         self.check()
         num_bytes = frame.num_bytes
         num_pieces = -(-num_bytes // REQUEST_BYTES)
@@ -338,9 +322,7 @@ class Disk:
             self._fetch(entry, pool or self.buffers)
 
     def get(self, entry: SwapEntry, pool: Pool | None = None) -> Frame:
-        """Return a frame, one that was not written yet as it is.
-
-        Raises:  StageError: it is not what was written, or the disk refuses."""
+        """Return a frame; StageError: it is not what was written, or the disk refuses."""
         with self._changed:
             if entry.frame is not None and entry.error is None:
                 entry.stays = True
@@ -464,10 +446,8 @@ class Disk:
             self._count(entry)
 
     def _move(self, entry: SwapEntry, frame: Frame, number: int, *, reads: bool) -> int:
-        """Write a piece, or read it and test its checksum; returns bytes of the file.
-
-        A piece that does not begin at a page, or has no room for whole units, moves through another buffer.
-        """
+        """Write a piece, or read it and test its checksum; returns bytes of the file. A piece that does not
+        begin at a page, or has no room for whole units, moves through another buffer."""
         assert entry.start is not None, "a frame that is read or written has its slot"
         first = number * REQUEST_BYTES
         num_bytes = min(REQUEST_BYTES, entry.num_bytes - first)

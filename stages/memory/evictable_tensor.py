@@ -71,9 +71,7 @@ class EvictableTensor:
     Attributes: num_bytes: of the tensor; places: of each piece, where it lies among the tensor's elements."""
 
     def __init__(self, frames: TensorStore, tensor: Tensor, *, like: EvictableTensor | None = None) -> None:
-        """Take note of how ``tensor`` lies in memory; nothing moves yet.
-
-        Args:    like: what lies in memory as ``tensor`` does has the same pieces."""
+        """Take note of how ``tensor`` lies in memory; nothing moves yet. It has the pieces of ``like``."""
         self._frames = frames
         self.view: TensorView = view_of(tensor)._replace(start=0)
         self._device, self._address = tensor.device, tensor.data_ptr() % ALIGNMENT
@@ -97,9 +95,7 @@ class EvictableTensor:
         return other
 
     def put(self, tensor: Tensor, *, written: bool = True) -> bool:
-        """Have the store keep the bytes of ``tensor``, which is to let go of them; False: it has no room.
-
-        Args:    written: it may differ from what the store has, if that has it."""
+        """Have the store keep ``tensor``, unless it does and it is not ``written``; False: it has no room."""
         if self.stored and not written:
             return True
         flat = self.flat(tensor)
@@ -158,8 +154,7 @@ class EvictableTensor:
         return tensor
 
     def add(self, tensor: Tensor) -> bool:
-        """Add ``tensor``, which lies in memory as this one does, piece by piece to what the store has; False:
-        the store has no room."""
+        """Add ``tensor`` piece by piece to what the store has; False: the store has no room."""
         flat, resident = self.flat(tensor), self._frames.resident
         for number, place in enumerate(self.places):
             self.fetch([number + 1])

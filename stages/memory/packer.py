@@ -73,9 +73,9 @@ class Compact(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerAwareCompressor:
-    """Chooses a compact form by layers; ``modules`` are those that the stage's layers call, by their path."""
+    """Chooses a compact form by layers."""
 
-    modules: Modules
+    modules: Modules  # that the stage's layers call, by their path
 
     def kind(self, layer: Layer | None) -> str:
         """``"relu"``, ``"pool"``, ``"dropout"``, or "" where a layer proves nothing."""
@@ -101,8 +101,7 @@ class LayerAwareCompressor:
 
 
 def signs(flat: Tensor) -> Compact:
-    """One bit per element, which comes back as 1.0 or 0.0: whether ReLU's backward lets the gradient through:
-    not (x <= 0), so NaN does."""
+    """One bit per element, 1.0 where ReLU's backward lets the gradient through: not (x <= 0), so at NaN."""
     return _bitmap((flat <= 0).logical_not_(), flat, flat.new_tensor(0), flat.new_tensor(1))
 
 
@@ -172,29 +171,20 @@ class WireFrame(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class SavedCounts:
-    """Counts of saved tensors.
+    """Counts of saved tensors."""
 
-    Attributes: bytes_raw: of the storages that were to leave, each once: without parameters and small ones.
-                bytes_kept: those that stayed: frames, what did not shrink or found no room, what was wanted
-                before it left.
-                num_packs: frames that were made here; those of the wire are not.
-                num_unpacks: frames that were brought back, for the backwards so far.
-                exposed_seconds: for which backwards waited for what was not back yet."""
-
-    bytes_raw: int = 0
-    bytes_kept: int = 0
-    num_packs: int = 0
-    num_unpacks: int = 0
-    exposed_seconds: float = 0.0
+    bytes_raw: int = 0  # of the storages that were to leave, each once: without parameters and small ones
+    bytes_kept: int = 0  # frames, what did not shrink or found no room, what was wanted before it left
+    num_packs: int = 0  # frames that were made here, not those of the wire
+    num_unpacks: int = 0  # frames that were brought back, for the backwards so far
+    exposed_seconds: float = 0.0  # for which backwards waited for what was not back yet
 
 
 class SavedTensorPacker:
     """One store with its codec, threads and counters."""
 
     def __init__(self, store: Store, *, codec: str, pool: Pool, num_ahead: int) -> None:
-        """Pack with ``codec`` into buffers of ``pool``.
-
-        Args:    num_ahead: how many storages come back before they are asked for."""
+        """Pack with ``codec`` into buffers of ``pool``; bring back ``num_ahead`` storages ahead."""
         codec = FOR_SAVED if codec == AUTO else codec
         if codec not in tuple(CODECS):  # a tuple: what was given may have no hash
             found = f"codec is one of {', '.join((AUTO, *CODECS))}, found {codec!r}"
@@ -218,17 +208,12 @@ class SavedTensorPacker:
     def queue(
         self, storage: SavedStorage, *, wire: WireFrame | None = None, compress: Compress = lambda *_: None
     ) -> None:
-        """Pack ``storage``, which is leaving; waits while the packing is behind.
-
-        Args:    wire: a frame that holds it already and goes to the store as it is; its hold becomes the
-                 packer's.
-                 compress: gives a compact form of the storage's elements by its views, or None."""
+        """Pack ``storage``, which is leaving, in a form that ``compress`` gives by its views, unless it has a
+        ``wire`` frame, whose hold becomes the packer's; waits while the packing is behind."""
         self.packing.submit(functools.partial(self._pack_next, weakref.ref(storage), wire, compress))
 
     def read(self, storage: SavedStorage, number: int, writes: WriteCounter) -> Tensor:
-        """Return the saved tensor ``number`` of ``storage``, and begin to bring back what was saved before.
-
-        Raises:  StageError: it was written to, or dropped."""
+        """Return the saved tensor ``number``, and begin to bring back what was saved before."""
         writes.refuse()
         before = storage.previous()
         for _ in range(self._num_ahead):

@@ -35,10 +35,8 @@ from .stores import Store
 def readers_of(
     runs: Iterable[tuple[Traced, Sequence[Layer], Parts, Probe]], own: Collection[int]
 ) -> dict[str, list[Parameter]]:
-    """Return by name of a layer, in running order, the parameters that it reads and that may be away else.
-
-    Args:    runs: of every mode its trace, the layers of this stage, their parts, and what is known of it.
-             own: identities of the parameters that this stage owns."""
+    """Return by name of a layer, in running order, the parameters that it reads and that may be away else, of
+    the stage's ``own`` (by identity). ``runs``: of every mode its trace, layers, parts and record."""
     readers: dict[str, dict[int, Parameter]] = {}
     stays: set[int] = set()
     for traced, layers, parts, record in runs:
@@ -54,9 +52,8 @@ def readers_of(
 
 
 def without_resident(readers: Mapping[str, list[Parameter]], num_bytes: int) -> dict[str, list[Parameter]]:
-    """The same without parameters that stay: those of whole layers, the smallest first, while they fit.
-
-    Many small ones cost more to move than few large ones of as many bytes."""
+    """The same without parameters that stay: those of whole layers, the smallest first, while they fit: many
+    small ones cost more to move than few large ones."""
     seen: set[int] = set()
     first_read: list[list[Parameter]] = []
     for parameters in readers.values():
@@ -127,22 +124,18 @@ NO_ROOM = "the store of a mirror has no room for a gradient; raise its budget"
 
 
 class EvictableParameter:
-    """Begins resident, as it is.
-
-    Attributes: turn: the part of the mirror that it belongs to; memory: the place of its values in the store;
-                storage: the identity of its memory while it is resident, by which parts of it are known;
-                hooks: the first and the last on its gradient."""
+    """A parameter, its gradient and what an optimizer keeps of it; begins resident, as it is."""
 
     def __init__(self, frames: TensorStore, parameter: Parameter, turn: int) -> None:
         self._frames, self.parameter, self.turn = frames, parameter, turn
-        self.memory = EvictableTensor(frames, parameter.data)
+        self.memory = EvictableTensor(frames, parameter.data)  # the place of its values in the store
         self._gradient: EvictableTensor | None = None
         self._prefetched, self._lock = cast("Tensor | None", None), threading.Lock()  # values brought ahead
         self._soon = False
         self._state: dict[Any, EvictableTensor] = {}
-        self._version, self.is_resident = version_of(parameter), True
-        self.hooks: tuple[Any, ...] = ()
-        self.storage = memory_id(parameter)
+        self.version, self.is_resident = version_of(parameter), True
+        self.hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
+        self.storage = memory_id(parameter)  # while it is resident: by that parts of it are known
 
     @property
     def num_bytes(self) -> int:
@@ -177,7 +170,7 @@ class EvictableParameter:
         self.storage = memory_id(self.parameter)
 
     def _refuse_written(self) -> None:
-        if version_of(self.parameter) != self._version:
+        if version_of(self.parameter) != self.version:
             raise StageError(
                 "an offloaded parameter is written to while it is resident, found one of shape "
                 f"{tuple(self.memory.like.shape)} and {self.parameter.dtype} that was written to while it "
@@ -198,10 +191,10 @@ class EvictableParameter:
     def evict(self) -> bool:
         """Its values leave; False: the store has no room for them."""
         version = version_of(self.parameter)
-        if not self.memory.put(self.parameter.data, written=version != self._version):
+        if not self.memory.put(self.parameter.data, written=version != self.version):
             return False
         hollow(self.parameter)
-        self.is_resident, self._version = False, version
+        self.is_resident, self.version = False, version
         return True
 
     def fetch(self, *, gradient: bool) -> None:
@@ -228,15 +221,15 @@ class EvictableParameter:
     # -- its gradient -------------------------------------------------------------------------------------
 
     def hook(self, *, first: Callable[[Tensor], None], last: Callable[[Tensor], None]) -> None:
-        """Call ``first`` with a gradient ahead of all other hooks, ``last`` behind them: those of people, who
-        may have added some since, read the parameter in between."""
+        """Call ``first`` with a gradient ahead of all other hooks, which may read the parameter, ``last``
+        behind."""
         if not self.hooks:
             ahead = self.parameter.register_hook(first)
             self.hooks = ahead, self.parameter.register_post_accumulate_grad_hook(last)
-        ahead, behind = self.hooks
         on_gradient, on_sum = gradient_hooks(self.parameter)
-        _reorder(on_gradient, lambda key: key != ahead.id)
-        _reorder(on_sum, lambda key: key == behind.id)
+        for key in [key for key in on_gradient if key != self.hooks[0].id]:
+            on_gradient[key] = on_gradient.pop(key)  # behind ours
+        on_sum[self.hooks[1].id] = on_sum.pop(self.hooks[1].id)
 
     @property
     def adds_in_store(self) -> bool:
@@ -269,10 +262,6 @@ class EvictableParameter:
             if memory.put(gradient):
                 self._gradient, self.parameter.grad = memory, None
 
-    def look_at_gradient(self) -> Tensor | None:
-        """Return its gradient, if there is one, while its values may be away."""
-        return self.parameter.grad if self._gradient is None else self._gradient.get()
-
     def looked_at(self, gradient: Tensor | None, *, written: bool) -> None:
         """The gradient that was looked at leaves again."""
         if gradient is not None and self._gradient is not None:
@@ -290,15 +279,10 @@ class EvictableParameter:
         """Its gradient, as it waits."""
         return self.parameter.grad if self._gradient is None else self._gradient
 
-    def take_gradient(self) -> EvictableTensor | Tensor | None:
-        """Hand over its gradient, which waits where it is."""
-        gradient = self.gradient
+    def give_gradient(self, gradient: EvictableTensor | Tensor | None) -> None:
+        """Have this gradient wait in the store, or none; raises StageError where it has no room."""
         self.parameter.grad = self._gradient = None
-        return gradient
-
-    def give_gradient(self, gradient: EvictableTensor | Tensor) -> None:
-        """Have this gradient wait in the store; raises StageError where it has no room."""
-        if isinstance(gradient, EvictableTensor):
+        if not isinstance(gradient, Tensor):
             self._gradient = gradient
             return
         plain = gradient.resolve_conj().resolve_neg()
@@ -313,10 +297,6 @@ class EvictableParameter:
             before, self.memory = self.memory, memory
         return before
 
-    def uncounted(self) -> None:
-        """Forget the count of writes since it left."""
-        self._version = version_of(self.parameter)
-
     # -- all of it, a piece at a time ---------------------------------------------------------------------
 
     def comes_in_pieces(self, kept: Kept) -> bool:
@@ -329,10 +309,7 @@ class EvictableParameter:
         return alike and all(_shape_of(item) == values.view for item in kept.values() if _is_whole(item))
 
     def pieces(self, state: MutableMapping[Tensor, dict[Any, Any]], *, written: bool) -> Iterator[Parameter]:
-        """Yield a parameter for each piece, with its gradient and its part of the ``state``; updates stay.
-
-        Args:    state: of the optimizer, which has that of this parameter, if any.
-                 written: the gradient is written to as well."""
+        """Yield a parameter for each piece, with its gradient and its part of the optimizer's ``state``."""
         self._refuse_written()
         kept, part = state.get(self.parameter, {}), dict[Any, Any]()
         away = self._away(kept)
@@ -344,21 +321,18 @@ class EvictableParameter:
             part = state.pop(piece, {})
             self._put_piece(number, piece, part, kept, away, gradient=written)
         self._state |= away
+        for key, item in part.items():
+            if _is_whole(item):  # of which there is no element now, unless it was resident
+                there = kept.get(key)
+                gone = empty(self.parameter.dtype, self.parameter.device)
+                part[key] = there if isinstance(there, Tensor) else gone
         if part:
-            gone = empty(self.parameter.dtype, self.parameter.device)
-            state[self.parameter] = {
-                key: (kept.get(key) if isinstance(kept.get(key), Tensor) else gone.clone())
-                if _is_whole(item)
-                else item
-                for key, item in part.items()
-            }
+            state[self.parameter] = part
 
     def _bring_piece(
         self, number: int, kept: Kept, away: Mapping[Any, EvictableTensor]
     ) -> tuple[Parameter, dict[Any, Any]]:
-        """Return a piece with its gradient, and its part of what is ``kept``; the next one comes meanwhile.
-
-        Args:    away: what of it is in the store."""
+        """Return a piece with its gradient, and its part of what is ``kept``; the next one comes, too."""
         values, gradient = self.memory, self._gradient
         assert gradient is not None, "comes_in_pieces() says so"
         for memory in (values, gradient, *(away[key] for key in kept if key in away)):
@@ -369,19 +343,19 @@ class EvictableParameter:
             piece.grad = gradient.get_piece(number)
             for key, item in kept.items():
                 if key in away:
-                    part[key] = away[key].get_piece(number)
+                    item = away[key].get_piece(number)
                 elif _is_whole(item):
-                    part[key] = values.flat(item)[values.places[number]]
-                else:  # a number of steps, which every piece counts
-                    part[key] = item.clone() if isinstance(item, Tensor) and not is_last else item
+                    item = values.flat(item)[values.places[number]]
+                elif isinstance(item, Tensor) and not is_last:
+                    item = item.clone()  # a number of steps, which every piece counts
+                part[key] = item
         return piece, part
 
     def _put_piece(
         self, number: int, piece: Parameter, part: Kept, kept: Kept, away: dict[Any, EvictableTensor], *,
         gradient: bool,
     ) -> None:  # fmt: skip
-        """Have an updated piece leave, its ``gradient`` as well, and its part of what is kept; what the
-        optimizer made in this update is ``away`` from now on."""
+        """Have an updated piece leave; what the optimizer made in this update is ``away`` from now on."""
         values = self.memory
         leaving = [(values, piece.data)]
         if gradient and self._gradient is not None and piece.grad is not None:
@@ -399,9 +373,8 @@ class EvictableParameter:
     # -- all of it, to be written -------------------------------------------------------------------------
 
     def pull(self, kept: Kept, *, is_shared: bool) -> None:
-        """Gradient and what is kept come to its values, which are resident; all of it may be written.
-
-        Args:    is_shared: an older version has the bytes in the store, too."""
+        """Gradient and what is kept come, to be written; ``is_shared``: an older version has the bytes,
+        too."""
         self.bring_gradient()
         for key, memory in self._away(kept).items():
             kept[key].data = memory.take()
@@ -427,14 +400,6 @@ def _is_whole(item: Any) -> TypeGuard[Tensor]:
 
 def _shape_of(tensor: Tensor) -> TensorView:
     return view_of(tensor)._replace(start=0)
-
-
-def _reorder(hooks: dict[int, Any], place: Callable[[int], bool]) -> None:
-    """Have the ``hooks`` of a tensor in the order of ``place``, in which torch then calls them."""
-    order = sorted(hooks, key=place)
-    if order != list(hooks):
-        for key in order:
-            hooks[key] = hooks.pop(key)
 
 
 class OffloadedVersion:
@@ -472,10 +437,8 @@ RESIDENT_LAYERS = 2  # that stay in a backward, where branches of a network take
 class OffloadedParameters:
     """The parameters of one stage that may leave, by the layers that read them.
 
-    Attributes: frames: where they wait; memories: of each of them.
-                turns: in parts, layer by layer, of which an update takes one at a time.
-                versions: older values that are still read; without any, an update may write in pieces.
-                peak_bytes: the most of ``resident_bytes`` in this step."""
+    Attributes: turns: in parts, layer by layer, of which an update takes one at a time.
+                versions: older values that are still read; without any, an update may write in pieces."""
 
     def __init__(
         self, store: Store, *, readers: Mapping[str, Sequence[Parameter]], packs: bool, min_bytes: int,
@@ -484,8 +447,7 @@ class OffloadedParameters:
         """Begin with all of them resident.
 
         Args:    readers: by name of a layer, in running order, the parameters that it reads.
-                 packs: they are packed where that pays.
-                 min_bytes: smaller ones stay, as smaller tensors of an optimizer do.
+                 packs: they are packed where that pays; min_bytes: smaller ones stay, as state does.
                  weights_first: a backward reads a parameter again after its gradient was computed.
                  ahead: number of turns that are brought ahead; stays: of the last ones of a forward that do
                  not leave before the backward reads them, unless another forward comes first.
@@ -512,13 +474,13 @@ class OffloadedParameters:
         self.versions: list[OffloadedVersion] = []
         # Where gradients of this backward lie, by the identity of their storage.
         self._gradients: dict[int, list[tuple[StorageWeakRef, int, int, EvictableParameter]]] = {}
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # the most of ``resident_bytes`` in this step
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of resident and prefetched parameters, gradients, and what an optimizer keeps of them."""
-        here = sum(one.resident_bytes(self._kept(one.parameter)) for one in self._resident)
-        return here + sum(one.prefetched_bytes for one in self._soon)
+        resident = sum(one.resident_bytes(self._kept(one.parameter)) for one in self._resident)
+        return resident + sum(one.prefetched_bytes for one in self._soon)
 
     @property
     def num_bytes(self) -> int:
@@ -537,8 +499,7 @@ class OffloadedParameters:
         self._optimizer = optimizer
 
     def begin(self) -> None:
-        """A step begins: no gradient is left of the one before but what no optimizer takes away, and
-        gradients leave when they are final."""
+        """A step begins: of the one before stay the gradients that no optimizer takes away."""
         self.peak_bytes = self.resident_bytes
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         taken = {id(parameter) for group in groups for parameter in group["params"]}
@@ -546,9 +507,8 @@ class OffloadedParameters:
             if id(one.parameter) in taken:
                 one.forget_gradient()
             if one.parameter.requires_grad:
-                one.hook(
-                    first=functools.partial(self._arrives, one), last=functools.partial(self._added, one)
-                )
+                first, last = functools.partial(self._arrives, one), functools.partial(self._added, one)
+                one.hook(first=first, last=last)
 
     def layer_done(self, done: Layer | None, following: Layer | None) -> None:
         """Between two layers of a forward: what ``done`` read leaves, what ``following`` reads comes."""
@@ -569,11 +529,8 @@ class OffloadedParameters:
             self.prefetch(max(one.turn for one in wanted) + 1)
 
     def prefetch(self, turn: int, *, step: int = 1, whole: bool = True) -> None:
-        """Begin to bring the parameters of the turns that are wanted soon, and in a backward their gradients;
-        let go of others that were brought ahead.
-
-        Args:    turn: the next one; step: 1 in a forward and an update, -1 in a backward.
-                 whole: also those that are kept in several pieces."""
+        """Begin to bring the parameters of the next turns, with ``step`` -1 in a backward their gradients, if
+        ``whole`` also those in several pieces; let go of others that were brought ahead."""
         turns = [n for n in range(turn, turn + step * self._ahead, step) if 0 <= n < len(self.turns)]
         wanted, before = [one for n in turns for one in self._of(self.turns[n])], self._soon
         self._soon = [one for one in wanted if whole or len(one.memory.places) == 1]
@@ -594,7 +551,7 @@ class OffloadedParameters:
         self._walks = False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is one of the parameters that are near, or a part of one."""
+        """Return whether ``tensor`` is one of the parameters that are resident, or a part of one."""
         return memory_id(tensor) in self._storages
 
     def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -611,7 +568,7 @@ class OffloadedParameters:
         return one.parameter.detach() if view is None else view.over(bytes_around(0, one.parameter.data))
 
     def _ensure_resident(self, one: EvictableParameter) -> None:
-        """Bring what a backward reads; what was near longest leaves."""
+        """Bring what a backward reads; what was resident longest leaves."""
         is_next = not self._walks and one.turn not in self._recent
         if one.is_resident and not is_next:
             return
@@ -638,9 +595,7 @@ class OffloadedParameters:
         self._note()
 
     def _refuse_shared_gradient(self, one: EvictableParameter) -> None:
-        """Refuse one gradient for two parameters, as of two views of one shape that are added up: every later
-        backward adds to both what is meant for each, as long as they are in one memory.
-        """
+        # as of two views that are added up: every later backward adds to both what is meant for each
         gradient = one.parameter.grad
         if gradient is None or not is_elements(gradient):
             return
@@ -658,17 +613,19 @@ class OffloadedParameters:
 
     @contextlib.contextmanager
     def gradients(self, turn: Turn, *, written: bool) -> Iterator[dict[int, Tensor]]:
-        """The block in which the gradients of ``turn`` are resident, by the identity of their parameters.
-
-        Args:    written: what is done to them there stays."""
-        gradients = [one.look_at_gradient() for one in self._of(turn)]
+        """The block in which the gradients of ``turn`` are resident, by the identity of their parameters."""
+        waiting = self.waiting_gradients(turn)
+        gradients = [one.get() if isinstance(one, EvictableTensor) else one for one in waiting]
         yield {id(p): gradient for p, gradient in zip(turn, gradients, strict=True) if gradient is not None}
         for one, gradient in zip(self._of(turn), gradients, strict=True):
             one.looked_at(gradient, written=written)
 
     def take_gradients(self, turn: Turn) -> list[EvictableTensor | Tensor | None]:
         """Hand over the gradients of ``turn``, which wait where they are; the parameters have none then."""
-        return [one.take_gradient() for one in self._of(turn)]
+        gradients = self.waiting_gradients(turn)
+        for one in self._of(turn):
+            one.give_gradient(None)
+        return gradients
 
     def waiting_gradients(self, turn: Turn) -> list[EvictableTensor | Tensor | None]:
         """Return the gradients of ``turn``, which wait where they are and stay there."""
@@ -697,13 +654,12 @@ class OffloadedParameters:
     def uncounted(self) -> None:
         """Forget the counts of writes since they left."""
         for one in self.memories:
-            one.uncounted()
+            one.version = version_of(one.parameter)
 
     @contextlib.contextmanager
     def values(self, turn: Turn, *, fresh: Collection[int] = ()) -> Iterator[None]:
-        """The block in which the values of ``turn`` are resident, to be read and written.
-
-        Args:    fresh: identities of parameters that are written there before anybody reads them."""
+        """The block in which the values of ``turn`` are resident; ``fresh`` ones are written before all
+        reads."""
         for one in self._of(turn):
             self._load(one, fresh=id(one.parameter) in fresh)
         yield
@@ -712,10 +668,7 @@ class OffloadedParameters:
             self._evict(one)
 
     def pieces(self, parameter: Parameter, *, written: bool) -> Iterator[Parameter] | None:
-        """Return the pieces of ``parameter`` for an update of each by itself, where there are no other
-        ``versions``; None: it comes as a whole.
-
-        Args:    written: the gradients are written to as well."""
+        """Return the pieces of ``parameter`` for an update of each by itself; None: it comes as a whole."""
         one, optimizer = self._all[id(parameter)], self._optimizer
         if optimizer is None or not one.comes_in_pieces(self._kept(parameter)):
             return None
@@ -737,21 +690,19 @@ class OffloadedParameters:
     @contextlib.contextmanager
     def whole(self, turn: Turn) -> Iterator[None]:
         """The block in which ``turn`` is resident as it would be without a mirror, to be written."""
-        self._pull(turn)
+        self._pull(self._of(turn))
         yield
         self._note()
-        self._push(turn)
+        self._push(self._of(turn))
 
     def pull_all(self) -> None:
         """All parameters come, with their gradients and the state of the optimizer."""
-        for turn in self.turns:
-            self._pull(turn)
+        self._pull(self.memories)
         self._note()
 
     def push_all(self) -> None:
         """All of them leave as they are now."""
-        for turn in self.turns:
-            self._push(turn)
+        self._push(self.memories)
 
     def close(self) -> None:
         """The model keeps the parameters that it has: after ``pull_all`` all of them."""
@@ -761,15 +712,15 @@ class OffloadedParameters:
                 hook.remove()
             one.hooks = ()
 
-    def _pull(self, turn: Turn) -> None:
-        for one in self._of(turn):
+    def _pull(self, parameters: Iterable[EvictableParameter]) -> None:
+        for one in parameters:
             if is_shared := self.is_kept(one, one.memory):
                 self._evict(one)
             self._load(one, copies=is_shared)
             one.pull(self._kept(one.parameter), is_shared=is_shared)
 
-    def _push(self, turn: Turn) -> None:
-        for one in self._of(turn):
+    def _push(self, parameters: Iterable[EvictableParameter]) -> None:
+        for one in parameters:
             one.push(self._kept(one.parameter), min_bytes=self._min_bytes)
             self._evict(one)
         self._note()
@@ -790,5 +741,6 @@ class OffloadedParameters:
         return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
 
     def _note(self, beside: int = 0) -> None:
-        self.frames.resident.set(near := self.resident_bytes + beside)
-        self.peak_bytes = max(self.peak_bytes, near)
+        num_bytes = self.resident_bytes + beside
+        self.frames.resident.set(num_bytes)
+        self.peak_bytes = max(self.peak_bytes, num_bytes)

@@ -131,18 +131,9 @@ class SavedRun:
         found = [reference() for reference in self.waiting.copy().values()]
         return [storage for storage in found if storage is not None]
 
-    def may_leave(self, storage: SavedStorage) -> bool:
-        """Return whether nobody needs ``storage`` but the backward; in the forward only what nothing else
-        holds: nobody can write to it any more, and its memory is freed."""
-        return self.closed or storage.alone
-
     def first_read(self, storage: SavedStorage) -> int:
         """The number of the last layer that saved a part of ``storage``: its backward comes first."""
         return max(self.number(view.layer) for view in list(storage.views))
-
-    def last_read(self, storage: SavedStorage) -> int:
-        """The number of the first layer that saved a part of ``storage``: its backward comes last."""
-        return min(self.number(view.layer) for view in list(storage.views))
 
     def number(self, layer: Layer | None) -> int:
         """The number of a layer of the stage, in running order."""
@@ -156,11 +147,6 @@ class SavedRun:
         wire = self._wires.pop(storage.key, None)
         bisect.insort(self.left, Evicted(layer, weakref.ref(storage), storage.key), key=lambda one: one.layer)
         self.packer.queue(storage, wire=wire, compress=self._compressor.compress)
-
-    def forget_read(self) -> None:
-        """Let the store forget what the backward has read and the graph let go of, last layers first."""
-        while self.left and self.left[-1].storage() is None:
-            self.packer.store.drop(self.left.pop().key)
 
     def alive(self) -> list[SavedStorage]:
         """The storages that the graph still holds, in the order of a backward."""
@@ -179,15 +165,6 @@ class SavedRun:
             wire.frame.release()
 
 
-class Reached(NamedTuple):
-    """A layer of ``stage`` to which a pass has come, which began at ``start``: those before it are done."""
-
-    stage: int
-    layer: int
-    reads: bool
-    start: int
-
-
 WAKES = 4 << 20  # bytes that a forward saves until the thread decides again
 BEHIND = 64 << 20  # bytes that may wait to be packed until the training thread waits too
 SOON = 1  # layers: what is read within so many comes whether it has room or not
@@ -196,17 +173,12 @@ NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
 class MemoryThread:
-    """Moves the saved tensors of all stages of a process.
-
-    Args:    num_layers: of every stage, in layers; ``tiers``: those of the rank."""
+    """Moves the saved tensors of all stages of a process, each of so many layers (``num_layers``)."""
 
     def __init__(
-        self,
-        options: MemoryOptions = NO_OPTIONS,
-        *,
-        num_layers: Mapping[int, int] = NOBODY,
+        self, options: MemoryOptions = NO_OPTIONS, *, num_layers: Mapping[int, int] = NOBODY,
         tiers: Tiers | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tiers = tiers or Tiers()
         self.slots = Slots(self.tiers)
         self._prefetch = PREFETCH_LAYERS if options.prefetch_layers is None else options.prefetch_layers
@@ -241,9 +213,7 @@ class MemoryThread:
         """Pass ``number`` of the program begins."""
         self._start = self._timeline.starts[number]
         if self._runs:
-            stage, _, reads = self._timeline.program[number]
-            layer = max(0, self._num_layers.get(stage, 0) - 1) if reads else 0
-            self._queue(Reached(stage, layer, reads, self._start), decide=True)
+            self._queue(self._start, decide=True)
 
     def add(self, run: SavedRun) -> None:
         """A forward begins."""
@@ -261,7 +231,8 @@ class MemoryThread:
 
     def layer_begins(self, run: SavedRun, layer: int, *, reads: bool = False) -> None:
         """The forward of ``run`` has come to its layer number ``layer``; wait while the device is full."""
-        self._queue(Reached(run.stage, layer, reads, self._start), decide=reads and bool(run.left))
+        position = self._timeline.position(self._start, run.stage, layer, reads=reads)
+        self._queue(position, decide=reads and bool(run.left))
         if self._is_full():
             self._wait_for_room()
 
@@ -316,19 +287,18 @@ class MemoryThread:
         """Bytes that found no room to be packed, or that nobody has looked at."""
         return self._behind + self._saved - self._seen
 
-    def _queue(self, layer: Reached | None, *, decide: bool) -> None:
+    def _queue(self, position: int | None, *, decide: bool) -> None:
         """Give the thread a layer, or None to have it look where it is; ``decide``: a reason to do so."""
-        self._worker.submit_first(functools.partial(self._take, layer, self._step, decide))
+        self._worker.submit_first(functools.partial(self._take, position, self._step, decide))
 
     def _packed(self) -> None:
         if self._behind:  # another storage may leave
             self._queue(None, decide=True)
 
-    def _take(self, layer: Reached | None, step: int, decide: bool) -> None:
+    def _take(self, position: int | None, step: int, decide: bool) -> None:
         """Take a layer from the queue; at the last one of a burst decide, where one of them is a reason."""
-        if layer is not None and step == self._step:
-            stage, number, reads, start = layer
-            self._now = self._timeline.position(start, stage, number, reads=reads)
+        if position is not None and step == self._step:
+            self._now = position
         self._due = self._due or decide or self._saved - self._seen >= WAKES
         if self._due and not self._worker.num_urgent:
             self._due = False
@@ -380,7 +350,8 @@ class MemoryThread:
             for storage in run.resident():
                 layer = run.first_read(storage)
                 read = start if start == NEVER else timeline.position(start, run.stage, layer, reads=True)
-                if read - now > self._writeout and run.may_leave(storage):
+                # in the forward only what nothing else holds: nobody can write to it, and its memory is freed
+                if read - now > self._writeout and (run.closed or storage.alone):
                     candidates.append((read - now, run, storage, layer))
         return candidates
 
@@ -395,7 +366,8 @@ class MemoryThread:
                 continue
             batch: list[weakref.ref[SavedStorage]] = []
             with run.lock:
-                run.forget_read()
+                while run.left and run.left[-1].storage() is None:  # read, and let go of by the graph
+                    run.packer.store.drop(run.left.pop().key)
                 for left in reversed(run.left):
                     storage = left.storage()
                     away = timeline.position(start, run.stage, left.layer, reads=True) - now
@@ -419,7 +391,8 @@ class MemoryThread:
         if self.tiers.device.limit is not None or is_gpu(storage.device) or not timeline.reads_once:
             return
         first = timeline.position(start, run.stage, run.first_read(storage), reads=True)
-        last = timeline.position(start, run.stage, run.last_read(storage), reads=True)
+        last_layer = min(run.number(view.layer) for view in list(storage.views))
+        last = timeline.position(start, run.stage, last_layer, reads=True)
         lower = first - max(self._prefetch, SOON)
         key = start, run.stage, storage.number
         storage.space = functools.partial(self.slots.take, key, lower, last + 1, storage.num_bytes)

@@ -201,17 +201,11 @@ class SavedStorage:
     """
 
     def __init__(
-        self,
-        tensor: Tensor,
-        *,
-        stream: Stream,
-        previous: Callable[[], SavedStorage | None],
+        self, tensor: Tensor, *, stream: Stream, previous: Callable[[], SavedStorage | None],
         tiers: Tiers | None = None,
-    ) -> None:
-        """Begin resident, with the storage of ``tensor``, which moves on ``stream``.
-
-        Args:    previous: gives what was saved before it, while that lives.
-                 tiers: count its bytes while they are in memory."""
+    ) -> None:  # fmt: skip
+        """Begin resident, with the storage of ``tensor``, which moves on ``stream``. ``previous`` gives what
+        was saved before it, while that lives; ``tiers`` count its bytes while they are in memory."""
         storage = tensor.untyped_storage()
         self.key, self.previous, self.stream = object(), previous, stream
         self.number = 0  # among those that its forward saved
@@ -270,9 +264,8 @@ class SavedStorage:
             return True
 
     def stored(self, restore: Restore) -> bool:
-        """The store has its frame, which ``restore`` brings back; if it was wanted meanwhile, it stays.
-
-        Returns: whether the frame is of use; not if the storage was dropped meanwhile."""
+        """The store has its frame, which ``restore`` brings back; False: the storage was dropped
+        meanwhile."""
         with self._lock:
             self.transition("offloaded", only_from="evicting")
             self._restore = restore

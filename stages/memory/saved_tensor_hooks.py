@@ -92,18 +92,11 @@ class SavedTensorHooks:
     """The saved-tensor hooks of one forward, or of several that nobody tells apart."""
 
     def __init__(
-        self,
-        packer: SavedTensorPacker,
-        parameters: ParameterFilter,
-        *,
-        min_bytes: int,
-        took: Took,
+        self, packer: SavedTensorPacker, parameters: ParameterFilter, *, min_bytes: int, took: Took,
         read: Read | None = None,
-    ) -> None:
-        """Leave ``parameters`` and storages of fewer than ``min_bytes`` bytes as they are.
-
-        Args:    took: called with every storage that is to leave, when its first tensor was saved.
-                 read: what a backward calls for a saved tensor, in the place of the packer's own."""
+    ) -> None:  # fmt: skip
+        """Leave ``parameters`` and storages of fewer than ``min_bytes`` bytes as they are; call ``took`` with
+        every other one, and ``read`` for its saved tensors, in the place of the packer's own."""
         self._read = read or packer.read
         self._packer, self._parameters, self._min_bytes = packer, parameters, min_bytes
         self._took = took

@@ -135,10 +135,8 @@ class Slots:
             self._tiers.slots_bytes, self._tiers.slots_live_bytes = max(ends), max_live(lifetimes)
 
     def take(self, key: Hashable, lower: int, upper: int, num_bytes: int) -> Tensor | None:
-        """Return the slot of ``key`` as ``lend``, for a storage of ``num_bytes``; and take note of it.
-
-        Args:    key: the same in every step; lower, upper: the layers of the program between which its
-                 storage is there, ``upper`` exclusive."""
+        """Return the slot of ``key`` as ``lend``, for a storage of ``num_bytes`` that is there between two
+        layers of the program, ``upper`` exclusive; and take note of it."""
         size = (-(-num_bytes // ALIGNMENT) + 1) * ALIGNMENT  # it begins anywhere behind a multiple of 64
         self.note(key, Lifetime(lower, upper, size))
         return self.lend(key, size)

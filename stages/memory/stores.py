@@ -36,9 +36,7 @@ UNLIMITED = StoreOptions()
 
 
 class Store:
-    """Keeps frames by key, in the memory that they were packed in; other tiers derive from it.
-
-    Called from any thread; ``put`` and ``get`` may block. ``tiers``: those of the rank."""
+    """Keeps frames by key, in the memory that they were packed in; called from any thread, may block."""
 
     tier = "packed"
 
@@ -67,11 +65,9 @@ class Store:
         return False
 
     def admit(self, key: Hashable, num_bytes: int) -> bool:
-        """Set ``num_bytes`` aside for a frame that will be put; False: there is no room.
-
-        Alone a store takes what the device has no room for, as a frame takes less than its tensor."""
+        """Set ``num_bytes`` aside for a frame that will be put; False: there is no room."""
         fits = self._budget is None or self.num_bytes + num_bytes <= self._budget
-        fits = fits and self._counter.fits(num_bytes)
+        fits = fits and self._counter.fits(num_bytes)  # the device need not: it is the tensor that leaves
         if fits:
             self._count(key, num_bytes)
         return fits
@@ -133,10 +129,7 @@ class PinnedPool(Pool):
 
 
 class HostStore(Store):
-    """Frames in host memory; those made on a GPU are copied into pinned buffers, and back when asked for.
-
-    Called inside ``Stream.run``, which orders the copies: a buffer is read before it is written again.
-    """
+    """Frames in host memory; those made on a GPU are copied there and back, inside ``Stream.run``."""
 
     tier = "host"
 
@@ -172,9 +165,7 @@ class HostStore(Store):
 
 
 class DiskStore(Store):
-    """Frames on the disk of ``options.disk``, or of one of its own in ``options.path``.
-
-    Those of a GPU pass through pinned memory: called inside ``Stream.run``, which orders the copies."""
+    """Frames on a disk; those of a GPU pass through pinned memory, inside ``Stream.run``."""
 
     tier = "disk"
 
@@ -281,9 +272,7 @@ STORES: dict[str, Callable[..., Store]] = {"packed": Store, "host": HostStore, "
 
 
 def open_store(tier: str, options: StoreOptions = UNLIMITED) -> Store:
-    """Return a new, empty store of ``tier``; where it has a limit and there is a disk, with that behind it.
-
-    Raises:  ConfigError: there is no such tier."""
+    """Return a new, empty store of ``tier``; where it has a limit and there is a disk, with that behind."""
     if tier not in tuple(STORES):  # a tuple: what was given may have no hash
         raise ConfigError(f"tier is one of {', '.join(STORES)}, found {tier!r}; choose one of these")
     store = STORES[tier](options)

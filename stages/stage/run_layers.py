@@ -20,9 +20,8 @@ from .value_routing import Route, Visit
 
 
 class Receive(torch.autograd.Function):
-    """Brings a received tensor into the graph as neither leaf nor view; its gradient is caught raw.
-
-    A leaf would lay its gradient out anew, refuse to be written in place, and have its casts cached."""
+    """Brings a received tensor into the graph as neither leaf nor view; its gradient is caught raw. A leaf
+    would lay its gradient out anew, refuse to be written in place, and have its casts cached."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
@@ -45,16 +44,10 @@ _NOTHING = contextlib.nullcontext()
 
 
 def walk(
-    values: dict[int, Any],
-    parts: Parts,
-    *,
-    route: Route,
-    seed: Callable[[str], int] | None,
-    observers: Sequence[Observer] = (),
-    generators: Sequence[torch.Generator] = (),
-    moved: Collection[str] = NO_LAYERS,
-    watch: Watch | None = None,
-) -> dict[fx.Node, Any]:
+    values: dict[int, Any], parts: Parts, *, route: Route, seed: Callable[[str], int] | None,
+    observers: Sequence[Observer] = (), generators: Sequence[torch.Generator] = (),
+    moved: Collection[str] = NO_LAYERS, watch: Watch | None = None,
+) -> dict[fx.Node, Any]:  # fmt: skip
     """Run the layers of ``route`` on ``values`` (by number), which grow by what the layers make.
 
     Args:    seed: of a random layer by its name, for all ``generators``; None: nothing is random here.
@@ -116,8 +109,7 @@ def _run(layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, route: Route) -
 def _freely(
     visit: Visit, env: Mapping[fx.Node, Any], values: Mapping[int, Any], parts: Parts, *, route: Route
 ) -> Any:
-    """Run a layer that may do what it did not do when it was traced; refuse a write to what a route relies
-    on."""
+    """Run a layer that may do what it did not when it was traced, but write to what a route relies on."""
     relied = route.forwards | route.stops
     before = _versions(values, relied)
     result = _run(visit.layer, env, parts, route)
@@ -146,15 +138,9 @@ def _rebuilt(outputs: Outputs, values: Mapping[int, Any]) -> Any:
 
 
 def _hold_against(
-    record: Probe,
-    layer: Layer,
-    result: Any,
-    values: dict[int, Any],
-    numbers: dict[int, int],
-    *,
-    sent: Collection[int],
-    moved: bool,
-) -> None:
+    record: Probe, layer: Layer, result: Any, values: dict[int, Any], numbers: dict[int, int], *,
+    sent: Collection[int], moved: bool,
+) -> None:  # fmt: skip
     """Refuse a run whose structure or identities differ from the probe: the routes were made from it."""
     expected = record.outputs[layer.node]
     leaves, spec = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)

@@ -151,10 +151,9 @@ class Split:
         self._halves: list[tuple[Node, _Kept, list[Node]]] = []
 
     def inputs(self, anchor: torch.Tensor, *, release: bool = True, waiting: Sequence[Split] = ()) -> None:
-        """Run towards ``anchor``, a leaf behind everything received, and towards what cannot wait.
-
-        Args:    release: let go, on the way, of what autograd saved for this half alone.
-                 waiting: those of the micro-batches before that are between their halves, in their order."""
+        """Run towards ``anchor``, a leaf behind everything received, and towards what cannot wait;
+        ``release`` on the way what autograd saved for this half alone. ``waiting``: micro-batches between
+        their halves."""
         roots, goal = self._roots, get_gradient_edge(anchor).node
         graph = Graph(roots)
         if goal not in graph.after:

@@ -18,10 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...compression.errors import StageError
 from ..device import Device
-from ..memory.activations import KeepOnDevice, Recompute, SavedActivations
+from ..memory.activations import KeepOnDevice, Recompute, RecomputedActivations, SavedActivations
 from ..memory.parameter_offload import OffloadedParameters
 from ..memory.prefetch import MemoryThread
-from ..memory.recompute import RecomputedActivations
 from ..memory.saved_storage import copied
 from ..memory.saved_tensor_hooks import ParameterFilter
 from ..memory.stores import Store
@@ -72,9 +71,7 @@ def enter(
 def recomputation(
     received: Mapping[int, Any], parts: Parts, *, route: Route, anchor: torch.Tensor, **options: Any
 ) -> Recompute:
-    """Return what runs the layers of a forward again, with the ``options`` of its ``walk``.
-
-    It is made ahead of the first run: of what the layers write to it keeps a copy."""
+    """Return what runs the layers again, made ahead of the first run; it copies what the layers write to."""
     known = route.record.values
     kept = {n: copied(item) if known[n].writers else item for n, item in received.items()}
 
@@ -93,24 +90,12 @@ class Stage:
     """The layers of one stage with their parts of the model; knows nothing of ranks, frames or schedules."""
 
     def __init__(
-        self,
-        index: int,
-        *,
-        model: nn.Module,
-        train: tuple[Traced, Sequence[Layer]],
-        evaluation: tuple[Traced, Sequence[Layer]],
-        last: bool,
-        autocast: torch.dtype | None = None,
-        store: Store | None = None,
-        memory: MemoryThread | None = None,
-        codec: str = "raw",
-        weights: WeightVersions | None = None,
-        weights_first: bool = False,
-        recompute: bool = False,
-        mirror: OffloadedParameters | None = None,
-        device: Device | None = None,
-        guard: Guard | None = None,
-    ) -> None:
+        self, index: int, *, model: nn.Module, train: tuple[Traced, Sequence[Layer]],
+        evaluation: tuple[Traced, Sequence[Layer]], last: bool, autocast: torch.dtype | None = None,
+        store: Store | None = None, memory: MemoryThread | None = None, codec: str = "raw",
+        weights: WeightVersions | None = None, weights_first: bool = False, recompute: bool = False,
+        mirror: OffloadedParameters | None = None, device: Device | None = None, guard: Guard | None = None,
+    ) -> None:  # fmt: skip
         """``store`` keeps saved tensors until their backward, packed with ``codec``; ``memory`` moves them.
 
         ``weights``: which version of its parameters a micro-batch sees; None: there is one.
@@ -193,10 +178,7 @@ class Stage:
         seed: Callable[[str], int],
         batch: int = 0,
     ) -> tuple[dict[int, Any], Any]:
-        """Run the layers on ``received`` (value number -> tensor or number; on stage 0 the model's inputs).
-
-        Args:    batch: which the micro-batch belongs to, counted since the last drain.
-        Returns: the values to send, by number, and the model's outputs on the last stage, else None."""
+        """Run the layers on ``received``; returns the values to send, and the outputs on the last stage."""
         running = self.running[micro_batch] = Running(route.asks)
         parts = self._parts_for("train", route)
         how: Any = {"route": route, "seed": seed, "generators": self.generators, "moved": self.moved}
@@ -301,9 +283,8 @@ class Stage:
     def backward_inputs(
         self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
     ) -> dict[int, torch.Tensor | None]:
-        """The first half of ``backward``, which returns the same; ``backward_weights`` is the second.
-
-        Where nothing was received whose gradient is asked for, it only keeps ``gradients``."""
+        """The first half of ``backward``, which returns the same; ``backward_weights`` is the second. Where
+        no gradient of what was received is asked for, it only keeps ``gradients``."""
         running = self.running[micro_batch]
         with self._inside_backward(micro_batch):
             running.split = Split(running.begins(gradients))

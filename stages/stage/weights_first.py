@@ -243,9 +243,7 @@ class _First(Arrived):
 
 
 def run_weights_first(roots: Sequence[Root], anchor: torch.Tensor, reuse: Reuse) -> None:
-    """Leave the bits of ``run(roots)``; ``anchor`` is a leaf behind everything received.
-
-    Args:    reuse: writes gradients over those that they are computed from."""
+    """Leave the bits of ``run(roots)``; ``anchor`` is a leaf behind everything received."""
     graph, end = Graph(roots), get_gradient_edge(anchor).node
     goals = [node for node in graph.after if node is end or type(node).__name__ in HALVED]
     leading = set(graph.leading(goals))

@@ -66,9 +66,7 @@ def rule_named(name: str) -> VersionRule:
 
 
 def policy_named(name: str, *, schedule: str, prediction: bool = False, tier: str = "device") -> WeightPolicy:
-    """The policy whose version rule is ``name``, composed for ``schedule``.
-
-    Raises:  PlanError: there is no such rule, or it does not suit the schedule or the prediction."""
+    """Return the policy of the rule ``name``; PlanError if it does not suit schedule or prediction."""
     rule = rule_named(name)
     if prediction and not rule.predicts:
         remedies = " or ".join(f"weights={known}" for known, row in POLICIES.items() if row.predicts)

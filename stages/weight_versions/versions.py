@@ -52,43 +52,10 @@ def _rate(group: Settings) -> float:
     return float(group["lr"]) * (-1 if group["maximize"] else 1)
 
 
+# Steps that an optimizer is expected to make from its state, without a new gradient: a forward that is d
+# updates older than its backward runs with w - d * (that step), without decoupled weight decay. Source:
+# SpecTrain (Chen et al., arXiv 1809.02839, section 3: momentum); PipeOptim (Guan et al., arXiv 2312.00839).
 STEPS: dict[type[Optimizer], Callable[..., None]] = {SGD: _sgd, Adam: _adam, AdamW: _adam}
-
-
-class WeightPredictor:
-    """Moves weights by steps that an optimizer is expected to make from its state, without a new gradient.
-
-    A forward that is d updates older than its backward runs with w - d * (that step), so that both see nearly
-    the same weights; decoupled weight decay is left out, as in the papers.
-    Source: SpecTrain (Chen et al., arXiv 1809.02839, section 3: momentum); PipeOptim (Guan et al.,
-            arXiv 2312.00839: Adam, AdamW)."""
-
-    def __init__(self) -> None:
-        self._optimizer: Optimizer | None = None
-
-    def bind(self, optimizer: Optimizer) -> None:
-        if type(optimizer) not in STEPS:
-            raise PlanError(
-                f"prediction knows {', '.join(kind.__name__ for kind in STEPS)}, found "
-                f"{type(optimizer).__name__}; choose one of these, or prediction=false"
-            )
-        if any(not group.get("momentum", 1) for group in optimizer.param_groups):
-            raise PlanError("prediction continues the momentum of SGD, found momentum=0; set one")
-        self._optimizer = optimizer
-
-    def moves(self, times: int) -> list[tuple[torch.nn.Parameter, Callable[[Tensor], None]]]:
-        """The parameters that ``times`` more steps would move, each with what moves its values."""
-        if not times:
-            return []
-        if self._optimizer is None:
-            raise StageError("prediction reads an optimizer, found none; bind one before the first forward")
-        step, states = STEPS[type(self._optimizer)], self._optimizer.state
-        return [
-            (p, functools.partial(step, state=states[p], group=group, times=times))
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-            if states.get(p) and states[p].get("momentum_buffer", 0) is not None
-        ]
 
 
 class StashedVersion:
@@ -100,8 +67,7 @@ class StashedVersion:
     def __init__(
         self, number: int, tensors: Iterable[Tensor] = (), *, ours: bool = True, store: Store | None
     ) -> None:
-        self.number, self.tensors, self.ours = number, list(tensors), ours
-        self.store = store
+        self.number, self.tensors, self.ours, self.store = number, list(tensors), ours, store
         self._frames: dict[int, tuple[object, int]] = {}  # by place in tensors: key and bytes
         self.offloaded: OffloadedVersion | None = None  # of parameters that wait in a store of their own
         self._packed = self._away = False
@@ -196,9 +162,8 @@ class WeightVersions:
         """Tell of the optimizer of these parameters; PlanError if it should be predicted and cannot be."""
 
     def forward(self, micro_batch: int, batch: int) -> contextlib.AbstractContextManager[None]:
-        """The block in which the layers of ``micro_batch`` run, with its weights in place.
-
-        ``batch`` counts the batches fed since the last drain."""
+        """The block in which the layers of ``micro_batch`` run, with its weights; a drain ends a
+        ``batch``."""
         return self._nothing
 
     def backward(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
@@ -215,10 +180,8 @@ class WeightVersions:
         """Ahead of ``update``, on all stages: put the gradients of the oldest whole update into ``.grad``."""
 
     def update(self) -> contextlib.AbstractContextManager[None]:
-        """The block in which an optimizer writes the parameters: versions still needed are kept first.
-
-        Behind it ``.grad`` holds what the next update has gathered so far, None where that is nothing (with
-        one version it is left alone)."""
+        """The block in which an optimizer writes the parameters: versions still needed are kept first. Behind
+        it ``.grad`` holds what the next update has gathered, None where that is nothing."""
         return self._nothing
 
     def drained(self) -> None:
@@ -226,10 +189,8 @@ class WeightVersions:
 
 
 class LatestWeights(WeightVersions):
-    """One version, written in place: a backward sees newer weights than its forward did.
-
-    What autograd saved of a parameter shows what stands there now; what was computed from one (a cast under
-    autocast) is as old as its forward. A predicted forward moves the weights in place and puts them back."""
+    """One version, written in place: a backward sees newer weights than its forward did. A predicted forward
+    moves the weights in place and puts them back."""
 
     moves = True
 
@@ -244,7 +205,7 @@ class LatestWeights(WeightVersions):
         self.parameters = [p for p in self.written if id(p) not in offloaded]
         self.offloaded = [p for p in self.written if id(p) in offloaded]
         self.rule, self.stage, self.num_stages = rule, stage, num_stages
-        self.predictor = WeightPredictor() if policy.prediction else None
+        self._predicts, self._optimizer = policy.prediction, cast("Optimizer | None", None)
         places = [p.data_ptr() for p in self.written if p.numel()]
         if len(set(places)) < len(places):
             raise PlanError(
@@ -260,8 +221,14 @@ class LatestWeights(WeightVersions):
         self.begun: Gradients | None = None  # those of the next update, during one
 
     def bind(self, optimizer: Optimizer) -> None:
-        if self.predictor:
-            self.predictor.bind(optimizer)
+        if self._predicts and type(optimizer) not in STEPS:
+            raise PlanError(
+                f"prediction knows {', '.join(kind.__name__ for kind in STEPS)}, found "
+                f"{type(optimizer).__name__}; choose one of these, or prediction=false"
+            )
+        if self._predicts and any(not group.get("momentum", 1) for group in optimizer.param_groups):
+            raise PlanError("prediction continues the momentum of SGD, found momentum=0; set one")
+        self._optimizer = optimizer
 
     @contextlib.contextmanager
     def forward(self, micro_batch: int, batch: int) -> Iterator[None]:
@@ -313,9 +280,20 @@ class LatestWeights(WeightVersions):
         return before
 
     def _predicted(self, micro_batch: int) -> list[tuple[torch.nn.Parameter, Callable[[Tensor], None]]]:
-        """Return what prediction moves: by as many updates as come between the forward and its backward."""
+        """Return the parameters that prediction moves, by as many updates as come between the forward and its
+        backward, each with what moves its values."""
         times = min(micro_batch, self.num_stages - 1 - self.stage)
-        return self.predictor.moves(times) if self.predictor and self.parameters else []
+        if not (self._predicts and self.parameters and times):
+            return []
+        if self._optimizer is None:
+            raise StageError("prediction reads an optimizer, found none; bind one before the first forward")
+        step, states = STEPS[type(self._optimizer)], self._optimizer.state
+        return [
+            (p, functools.partial(step, state=states[p], group=group, times=times))
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if states.get(p) and states[p].get("momentum_buffer", 0) is not None
+        ]
 
     @contextlib.contextmanager
     def _in_place(self, micro_batch: int) -> Iterator[None]:
@@ -340,27 +318,15 @@ def _discard(gradients: Iterable[EvictableTensor | Tensor | None]) -> None:
 
 
 def versions_of(
-    policy: WeightPolicy,
-    parameters: Iterable[torch.nn.Parameter],
-    *,
-    stage: int,
-    num_stages: int,
-    options: StoreOptions = UNLIMITED,
-    mirror: OffloadedParameters | None = None,
-) -> WeightVersions:
-    """Return the versions that ``policy`` asks for of the parameters that ``stage`` of ``num_stages`` owns.
-
-    Args:    options: what the store of versions that wait is opened with.
-             mirror: of parameters that are offloaded; their versions wait where they do.
-    Raises:  PlanError: parameters of which there are versions share their memory."""
+    policy: WeightPolicy, parameters: Iterable[torch.nn.Parameter], *, stage: int, num_stages: int,
+    options: StoreOptions = UNLIMITED, mirror: OffloadedParameters | None = None,
+) -> WeightVersions:  # fmt: skip
+    """Return the versions of ``parameters`` that ``policy`` asks for; PlanError if they share memory. Those
+    that wait are in a store opened with ``options``, or where ``mirror`` has the parameters."""
     if policy.rule is None:
         return WeightVersions()
-    placed: Any = {
-        "parameters": parameters, "stage": stage, "num_stages": num_stages, "mirror": mirror
-    }  # fmt: skip
-    if policy.rule.delay:
-        return WeightStashing(policy.rule, policy, options=options, **placed)
-    return LatestWeights(policy.rule, policy, **placed)
+    kind = functools.partial(WeightStashing, options=options) if policy.rule.delay else LatestWeights
+    return kind(policy.rule, policy, parameters=parameters, stage=stage, num_stages=num_stages, mirror=mirror)
 
 
 class WeightStashing(LatestWeights):
@@ -485,11 +451,8 @@ class WeightStashing(LatestWeights):
 
     def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
         spare, self.spare = self.spare, []
-        if not spare:
-            return [copy_of(tensor) for tensor in tensors]
-        for new, old in zip(spare, tensors, strict=True):
-            new.copy_(old)
-        return spare
+        pairs = zip(spare, tensors, strict=True) if spare else ()
+        return [new.copy_(old) for new, old in pairs] or [copy_of(tensor) for tensor in tensors]
 
     @contextlib.contextmanager
     def _placed(self, version: StashedVersion) -> Iterator[None]:

@@ -114,17 +114,17 @@ def test_each_layer_is_queued_and_taken_in_turn_and_a_burst_is_decided_once(made
     worker, queued, taken, decided = thread._worker, [], [], []
     queue, take, decide = thread._queue, thread._take, thread._decide
 
-    def queues(layer, **how):
+    def queues(position, **how):
         assert not worker._changed._is_owned()  # the lock is given back between two layers
-        queued.append(layer)
-        queue(layer, **how)
+        queued.append(position)
+        queue(position, **how)
 
     vars(thread)["_queue"] = queues
     vars(thread)["_take"] = lambda layer, *how: (taken.append(layer), take(layer, *how))
     vars(thread)["_decide"] = lambda: (decided.append(len(taken)), decide())
     gate = busy(worker)
     out = forward(net, saved, input_of())
-    layers = [layer.layer for layer in queued if layer is not None]
+    layers = [position for position in queued if position is not None]
     assert layers == [*range(DEPTH)]
     assert worker.num_urgent == len(queued)
     assert taken == decided == []  # the thread is at something else
@@ -136,7 +136,7 @@ def test_each_layer_is_queued_and_taken_in_turn_and_a_burst_is_decided_once(made
     out.sum().backward()
     saved.wait()
     assert taken == queued
-    assert {layer.layer for layer in taken[len(layers) :] if layer} >= {*range(1, DEPTH)}
+    assert {*taken} >= {2 * DEPTH - 1 - layer for layer in range(1, DEPTH)}
     settle()  # nothing is queued, so the thread waits, and ends
 
 
