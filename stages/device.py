@@ -227,8 +227,7 @@ def memory_on(gpu: torch.device) -> tuple[str, int, int]:
 def autocast(
     dtype: torch.dtype, *, enabled: bool = True, cache: bool = False, device: torch.device = CPU
 ) -> torch.autocast:
-    """Casts to ``dtype`` as torch.autocast does on ``device``; ``cache``: of cast weights, which depends on
-    what shares a stage."""
+    """Casts as torch.autocast does on ``device``; a ``cache`` of weights depends on what shares a stage."""
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=cache)
 
 

@@ -38,13 +38,10 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], *, notes: Mapping[str, Any] | None = None,
     read: Callable[[str], Tensor] | None = None,
 ) -> Receipt:  # fmt: skip
-    """Write ``tensors`` as safetensors; one memory under two names is written twice.
+    """Write ``tensors`` as safetensors; ConfigError if the file system refuses.
 
     Args:   notes: what JSON can say, kept in the header with strides and checksums of the tensors.
-            read: returns a tensor by name, each once, one after the other (``in_order``), where ``tensors``
-            are on the meta device.
-    Raises: ConfigError: the file system refuses.
-    """
+            read: returns a tensor by name, ``in_order``, where ``tensors`` are on the meta device."""
     read = read or tensors.__getitem__
     names, checksums = in_order(tensors), dict.fromkeys(tensors, _UNKNOWN)
     header, end = dict[str, Any](), 0
@@ -189,8 +186,7 @@ class WeightsFile(_SafetensorsFile):
 
     The library maps a file, so that all that was looked at counts as memory of the process.
 
-    Attributes: entries: by name. digest: of all that the headers say; the same files have the same.
-    Raises:     ConfigError: it cannot be read, or is none."""
+    Attributes: entries: by name. digest: of all that the headers say; the same files have the same."""
 
     error, remedy = ConfigError, "give another file"
     damage = (

@@ -21,9 +21,7 @@ _SECONDS = 0.1
 
 
 class ByteCounter:
-    """Bytes of one kind: ``now``, and their ``peak`` since ``begin``; ``limit``: the most there shall be.
-
-    ``add`` never waits, above the limit neither; ``wait`` does."""
+    """Bytes of one kind: ``now``, their ``peak`` since ``begin``, and ``limit``, which no ``add`` minds."""
 
     def __init__(self, limit: Limit = None, *, wider: tuple[ByteCounter, ...] = ()) -> None:
         """Start with none. What is counted here is counted in the ``wider`` ones too."""
@@ -98,9 +96,8 @@ _PAGE = 4096
 
 
 def piece_bytes(num_bytes: int) -> int:
-    """Return the size of the pieces in which a tier off the device keeps a tensor of so many bytes, so that
-    little of it has to be there while it is added to or updated: a quarter, at most 16 MiB; below 1 MiB: all.
-    """
+    """Return the size of the pieces in which a tier off the device keeps a tensor, so that little of it is
+    there while it is added to or updated: a quarter, at most 16 MiB; below 1 MiB: all."""
     if num_bytes < 1 << 20:
         return num_bytes
     return min(MOST_PIECE_BYTES, -(-num_bytes // (4 * _PAGE)) * _PAGE)
@@ -113,13 +110,11 @@ _ROOM = 2  # one part in so many of what a limit leaves free is for what is abou
 class Tiers:
     """Bytes of each tier of a rank, ``counters`` by its name.
 
-    On a CPU frames of ``packed`` and ``host`` count as ``device``, too; those on disk until they are written.
-
     Attributes: device: all tensor bytes that are counted: those that never leave, what forwards saved,
-                        parameters that come and go, and the frames of other tiers that lie there.
+                        parameters that come and go, and the frames of other tiers that lie there: on a CPU
+                        of ``packed`` and ``host``, and those on disk until they are written.
                 leaving: of these, what is on its way out.
-                slots_bytes: of the allocation of ``Slots``, which never leaves; slots_live_bytes: the most of
-                it that is in use at once, by the lifetimes noted."""
+                slots_bytes: of the allocation of ``Slots``; slots_live_bytes: the most in use at once."""
 
     def __init__(self, *, device: Limit = None, host: Limit = None, on_gpu: bool = False) -> None:
         """Limits in bytes; the disk keeps its own, by the bytes of its file."""

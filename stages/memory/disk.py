@@ -428,17 +428,16 @@ class Disk:
         # 3. tell who waits; the last piece lets go of the memory
         with self._changed:
             entry.num_moving -= 1
+            part = reading or entry
+            part.num_left -= 1
+            if error is not None and part.error is None:
+                done = "written to" if reading is None else "read from"
+                part.error = self._refusal(error, f"{entry.num_bytes} bytes could not be {done}")
+                self._error = self._error or entry.error if reading is None else self._error
             if reading is not None:
-                reading.num_left -= 1
                 self.bytes_read += moved
-                if error is not None and reading.error is None:
-                    reading.error = self._refusal(error, f"{entry.num_bytes} bytes could not be read from")
             else:
-                entry.num_left -= 1
                 self.bytes_written += moved
-                if error is not None and entry.error is None:
-                    entry.error = self._refusal(error, f"{entry.num_bytes} bytes could not be written to")
-                    self._error = self._error or entry.error
                 if not (entry.num_left or entry.error or entry.stays):
                     entry.frame = frame.release()
             if entry.is_forgotten:

@@ -62,13 +62,10 @@ class TensorStore:
 
 
 class EvictableTensor:
-    """The bytes of one tensor in a store, or resident.
+    """The bytes of one tensor in a store, or resident; ``places``: where each piece lies among its elements.
 
     Where a store takes frames off every device they are pieces of the tensor, of ``piece_bytes``. A frame
-    that is not packed is the tensor's own memory, which changes hands: where a store leaves frames in memory
-    nothing is copied.
-
-    Attributes: num_bytes: of the tensor; places: of each piece, where it lies among the tensor's elements."""
+    that is not packed is the tensor's own memory, which changes hands without a copy."""
 
     def __init__(self, frames: TensorStore, tensor: Tensor, *, like: EvictableTensor | None = None) -> None:
         """Take note of how ``tensor`` lies in memory; nothing moves yet. It has the pieces of ``like``."""
@@ -168,12 +165,6 @@ class EvictableTensor:
     def flat(self, tensor: Tensor) -> Tensor:
         """Return the elements of ``tensor``, which lies in memory like this one, in the order of memory."""
         return row_view(self.num_bytes // tensor.itemsize, tensor.dtype).over(bytes_around(0, tensor))
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of ``tensor`` that lies in memory as this one does."""
-        new = self.empty()
-        self.flat(new).copy_(self.flat(tensor))
-        return new
 
     def empty(self) -> Tensor:
         """Return a tensor of any values that lies in memory as this one does."""

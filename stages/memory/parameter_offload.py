@@ -165,7 +165,11 @@ class EvictableParameter:
                 values = self.memory.empty()
             elif values is None:
                 values = self.memory.get()
-            self.parameter.data = self.memory.copy(values) if copies else values
+            if copies:
+                new = self.memory.empty()
+                self.memory.flat(new).copy_(self.memory.flat(values))
+                values = new
+            self.parameter.data = values
             self.is_resident, self._soon = True, False
         self.storage = memory_id(self.parameter)
 
@@ -312,15 +316,43 @@ class EvictableParameter:
         """Yield a parameter for each piece, with its gradient and its part of the optimizer's ``state``."""
         self._refuse_written()
         kept, part = state.get(self.parameter, {}), dict[Any, Any]()
-        away = self._away(kept)
-        for number in range(len(self.memory.places)):
-            piece, part = self._bring_piece(number, kept, away)
+        values, gradient, stored = self.memory, self._gradient, self._away(kept)
+        assert gradient is not None, "comes_in_pieces() says so"
+        new = dict[Any, EvictableTensor]()  # that the optimizer makes in this update
+        for number, place in enumerate(values.places):
+            # 1. a piece comes, while the store begins with the next one
+            for memory in (values, gradient, *stored.values()):
+                memory.fetch([number + 1])
+            part = dict(kept)
+            with self._frames.exposed():
+                piece = Parameter(values.get_piece(number))
+                piece.grad = gradient.get_piece(number)
+                for key, item in kept.items():
+                    if key in stored:
+                        part[key] = stored[key].get_piece(number)
+                    elif _is_whole(item):
+                        part[key] = values.flat(item)[place]
+                    elif isinstance(item, Tensor) and number + 1 < len(values.places):
+                        part[key] = item.clone()  # a number of steps, which every piece counts
+            # 2. it is updated
             if part:
                 state[piece] = part
             yield piece
             part = state.pop(piece, {})
-            self._put_piece(number, piece, part, kept, away, gradient=written)
-        self._state |= away
+            # 3. it leaves
+            leaving = [(values, piece.data)]
+            if written and piece.grad is not None:
+                leaving.append((gradient, piece.grad))
+            for key, item in part.items():
+                if key in kept and _is_whole(kept[key]):
+                    values.flat(kept[key])[place].copy_(item)
+                elif _is_whole(item):
+                    if key not in stored and key not in new:
+                        new[key] = values.alike()
+                    leaving.append((stored.get(key) or new[key], item))
+            if not all(memory.put_piece(number, elements) for memory, elements in leaving):
+                raise StageError(NO_ROOM)
+        self._state |= new
         for key, item in part.items():
             if _is_whole(item):  # of which there is no element now, unless it was resident
                 there = kept.get(key)
@@ -328,47 +360,6 @@ class EvictableParameter:
                 part[key] = there if isinstance(there, Tensor) else gone
         if part:
             state[self.parameter] = part
-
-    def _bring_piece(
-        self, number: int, kept: Kept, away: Mapping[Any, EvictableTensor]
-    ) -> tuple[Parameter, dict[Any, Any]]:
-        """Return a piece with its gradient, and its part of what is ``kept``; the next one comes, too."""
-        values, gradient = self.memory, self._gradient
-        assert gradient is not None, "comes_in_pieces() says so"
-        for memory in (values, gradient, *(away[key] for key in kept if key in away)):
-            memory.fetch([number + 1])
-        is_last, part = number + 1 == len(values.places), dict[Any, Any]()
-        with self._frames.exposed():
-            piece = Parameter(values.get_piece(number))
-            piece.grad = gradient.get_piece(number)
-            for key, item in kept.items():
-                if key in away:
-                    item = away[key].get_piece(number)
-                elif _is_whole(item):
-                    item = values.flat(item)[values.places[number]]
-                elif isinstance(item, Tensor) and not is_last:
-                    item = item.clone()  # a number of steps, which every piece counts
-                part[key] = item
-        return piece, part
-
-    def _put_piece(
-        self, number: int, piece: Parameter, part: Kept, kept: Kept, away: dict[Any, EvictableTensor], *,
-        gradient: bool,
-    ) -> None:  # fmt: skip
-        """Have an updated piece leave; what the optimizer made in this update is ``away`` from now on."""
-        values = self.memory
-        leaving = [(values, piece.data)]
-        if gradient and self._gradient is not None and piece.grad is not None:
-            leaving.append((self._gradient, piece.grad))
-        for key, item in part.items():
-            if key in kept and _is_whole(kept[key]):
-                values.flat(kept[key])[values.places[number]].copy_(item)
-            elif _is_whole(item):
-                if key not in away:
-                    away[key] = values.alike()
-                leaving.append((away[key], item))
-        if not all(memory.put_piece(number, elements) for memory, elements in leaving):
-            raise StageError(NO_ROOM)
 
     # -- all of it, to be written -------------------------------------------------------------------------
 

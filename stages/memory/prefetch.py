@@ -49,20 +49,15 @@ class Pass(NamedTuple):
 
 
 class Timeline:
-    """Positions count layers; every pass takes as many as its stage has layers, and one at least.
-
-    Attributes: starts: the position at which each pass of the ``program`` begins.
-                passes: the same without numbers of micro-batches, which a stream counts on.
-                reads_once: what a forward saved is read by one pass."""
+    """Positions count layers; a pass takes as many as its stage has (``num_layers``), and one at least."""
 
     def __init__(self, program: Sequence[Pass] = (), num_layers: Mapping[int, int] | None = None) -> None:
-        """``num_layers``: of every stage."""
         self.program, self._num_layers = tuple(program), dict(num_layers or {})
         lengths = [max(1, self._num_layers.get(one.stage, 1)) for one in self.program]
-        self.starts = list(itertools.accumulate(lengths, initial=0))[:-1]
+        self.starts = list(itertools.accumulate(lengths, initial=0))[:-1]  # of each pass
         parts = zip(self.starts, lengths, self.program, strict=True)
         self._reads = [(start, start + length, one) for start, length, one in parts if one.reads]
-        self.passes = [(one.stage, one.reads) for one in self.program]
+        self.passes = [(one.stage, one.reads) for one in self.program]  # a stream numbers micro-batches on
         self.reads_once = len({(one.stage, one.micro_batch) for *_, one in self._reads}) == len(self._reads)
 
     def position(self, start: int, stage: int, layer: int, *, reads: bool) -> int:

@@ -82,14 +82,12 @@ def max_live(buffers: Sequence[tuple[int, int, int]]) -> int:
 
 
 class Slots:
-    """Slots of a rank, taken from any thread.
-
-    Attributes: num_fetched: what came back into a slot; num_allocated: what got memory of its own."""
+    """Slots of a rank, taken from any thread."""
 
     def __init__(self, tiers: Tiers | None = None, *, new: Callable[[int], Tensor] = new_bytes) -> None:
         """Start without memory; ``tiers`` know how large the allocation is, which ``new`` makes."""
         self._tiers, self._new, self._lock = tiers or Tiers(), new, threading.Lock()
-        self.num_fetched = self.num_allocated = 0
+        self.num_fetched = self.num_allocated = 0  # what got a slot, or memory of its own
         self.clear()
 
     def clear(self) -> None:
@@ -108,13 +106,12 @@ class Slots:
     def note(self, key: Hashable, lifetime: Lifetime) -> bool:
         """Have a slot for ``key`` from the next ``place`` on; False: there is one of that size."""
         with self._lock:
-            noted = self._lifetimes.get(key)
-            if noted is not None and noted.size >= lifetime.size:
+            noted = self._lifetimes.get(key, lifetime)
+            if key in self._lifetimes and noted.size >= lifetime.size:
                 return False
-            lower, upper, size = lifetime
-            if noted is not None:  # other steps have it for another while
-                lower, upper = min(lower, noted.lower), max(upper, noted.upper)
-            self._lifetimes[key], self._is_placed = Lifetime(lower, upper, size), False
+            # other steps have it for another while
+            lower, upper = min(lifetime.lower, noted.lower), max(lifetime.upper, noted.upper)
+            self._lifetimes[key], self._is_placed = Lifetime(lower, upper, lifetime.size), False
             return True
 
     def place(self) -> None:

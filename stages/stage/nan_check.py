@@ -45,7 +45,7 @@ class Guard:
             if not (isinstance(item, torch.Tensor) and item.dtype in CHECKED) or _finite(item):
                 continue
             value = route.record.values[number]
-            what = "NaN" if _count(torch.isnan(item)) else "infinite"
+            what = "NaN" if int(torch.isnan(item).sum()) else "infinite"
             where = f"the input {value.name}" if value.producer < 0 else f"layer {value.name}"
             watch.note(f"{what} first in {where}")
         return watch
@@ -76,7 +76,7 @@ class Watch:
             if not (isinstance(tensor, torch.Tensor) and tensor.dtype in CHECKED):
                 continue
             if not (self._is_unwritten(layer, tensor) or _finite(tensor)):
-                if count := _count(torch.isnan(tensor)):
+                if count := int(torch.isnan(tensor).sum()):
                     raise StageError(
                         f"detect_anomaly=true refuses NaN in the output of a layer, found {count} of "
                         f"{tensor.numel()} elements of that of layer {layer.name}{self.first}; {_REMEDY}"
@@ -111,7 +111,7 @@ class Watch:
 
 def _check_gradient(gradient: torch.Tensor, of: str, first: str) -> None:
     if gradient.dtype in CHECKED and not _finite(gradient):
-        nan, infinite = _count(torch.isnan(gradient)), _count(torch.isinf(gradient))
+        nan, infinite = int(torch.isnan(gradient).sum()), int(torch.isinf(gradient).sum())
         raise StageError(
             f"detect_anomaly=true refuses NaN and infinite gradients, found {nan} NaN and {infinite} "
             f"infinite of {gradient.numel()} elements in the gradient of {of}{first}; {_REMEDY}"
@@ -122,8 +122,4 @@ def _finite(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return True
     tensor = tensor.detach()  # where an element is not finite, neither is the sum, which takes one pass
-    return cmath.isfinite(tensor.sum().item()) or not _count(~torch.isfinite(tensor))
-
-
-def _count(mask: torch.Tensor) -> int:
-    return int(mask.sum())
+    return cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())

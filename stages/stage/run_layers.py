@@ -51,11 +51,9 @@ def walk(
     """Run the layers of ``route`` on ``values`` (by number), which grow by what the layers make.
 
     Args:    seed: of a random layer by its name, for all ``generators``; None: nothing is random here.
-             observers: are called with the layer that is done and the one that comes next; None: none.
+             observers: are called with the layer that is done and the one that comes next.
              moved: names of layers whose modules are not set as they were when traced.
-             watch: is called with every layer and its result.
-    Returns: what is left for the outputs of the model, by node.
-    Raises:  StageError: a layer failed, or did not do what it did when it was traced."""
+    Returns: what is left for the outputs of the model, by node."""
     record = route.record
     env = {node: _rebuilt(record.outputs[node], values) for node in route.foreign}
     numbers = {id(tensor): number for number, tensor in values.items()}

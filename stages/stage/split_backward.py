@@ -63,10 +63,8 @@ class Graph:
 
 
 class Sides:
-    """Nodes off the way to the goals, by where they leave it: at a node, or None for at a root.
-
-    ``later``: the leaves (parameters) that a second half may start for from there, of that side alone.
-    ``early``: the leaves of all others, which the first half must reach."""
+    """Nodes off the way to the goals, by where they leave it: at a node, or None for a root. ``later``: the
+    leaves that a second half may start for from there; ``early``: all others, for the first half."""
 
     def __init__(self, graph: Graph, leading: Collection[Node]) -> None:
         self._graph = graph

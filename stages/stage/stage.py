@@ -36,11 +36,9 @@ from .weights_first import Reuse, run_weights_first
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Running:
-    """A micro-batch between its forward and its backward; values are known by number.
+    """A micro-batch between its forward and its backward; values are known by number."""
 
-    ``asks``: received values that asked for a gradient when traced; none comes to one frozen since."""
-
-    asks: Sequence[int]
+    asks: Sequence[int]  # received values that asked for a gradient when traced; some may be frozen since
     roots: dict[int, GradientEdge] = dataclasses.field(default_factory=dict)  # of what it sent
     gradients: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)  # of what it received
     loss: torch.Tensor | None = None
@@ -98,11 +96,9 @@ class Stage:
     ) -> None:  # fmt: skip
         """``store`` keeps saved tensors until their backward, packed with ``codec``; ``memory`` moves them.
 
-        ``weights``: which version of its parameters a micro-batch sees; None: there is one.
-        ``weights_first``: a layer's weights come before its feature map in ``backward``, for memory.
-        ``recompute``: saved tensors are not kept, the forward runs again ahead of its backward.
-        ``mirror``: where its parameters are while no layer reads them; None: where they were.
-        ``device``: where it computes; None: on the CPU. ``guard``: looks for NaN in what layers make."""
+        ``weights``: which version of its parameters a micro-batch sees. ``weights_first``: a layer's weights
+        come before its feature map in ``backward``. ``mirror``: has the parameters while no layer reads them.
+        ``recompute``: the forward runs again ahead of its backward. ``guard``: looks for NaN."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
         self.device = device or Device()

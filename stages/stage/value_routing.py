@@ -74,7 +74,10 @@ def routes(traced: Traced, record: Probe, stage_of: Sequence[int], *, num_stages
         last, received = max(layers, default=-1), [number for number, _ in receives[stage]]
         sent = {number: known[number] for number, _ in sends[stage]}
         written = {n for n, value in sent.items() if any(writer in layers for writer, _ in value.writers)}
-        foreign = _foreign(list(layers.values()), output)
+        read = [node for layer in layers.values() for node in reads(layer)]
+        read += [] if output is None else output.all_input_nodes
+        own = {layer.node for layer in layers.values()}
+        foreign = tuple(dict.fromkeys(node for node in read if node not in own and not is_local(node)))
         routed.append(
             Route(
                 traced=traced,
@@ -143,13 +146,6 @@ def _plain_args(layer: Layer, record: Probe) -> tuple[Any, ...] | None:
 def reads(layer: Layer) -> list[fx.Node]:
     """The nodes that a layer reads, tied parameters included."""
     return [*layer.node.all_input_nodes, *(source for _, source in layer.tied)]
-
-
-def _foreign(layers: Sequence[Layer], output: fx.Node | None) -> tuple[fx.Node, ...]:
-    own = {layer.node for layer in layers}
-    read = [node for layer in layers for node in reads(layer)]
-    read += [] if output is None else output.all_input_nodes
-    return tuple(dict.fromkeys(node for node in read if node not in own and not is_local(node)))
 
 
 def edges(routed: Sequence[Route]) -> set[tuple[int, int]]:

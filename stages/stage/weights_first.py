@@ -90,15 +90,11 @@ def _num_holders(note: Any, tensor: Any) -> tuple[int, ...]:
 
 
 class Reuse:
-    """Writes gradients over others, and knows from trials where that is exact; one for a stage.
-
-    Attributes: verdicts: whether the bits are the same, by all that may choose another kernel.
-                num_reused: how often it was done."""
+    """Writes gradients over others, and knows from trials where that is exact; one for a stage."""
 
     def __init__(self, *, least: int = LEAST) -> None:
-        self.verdicts: dict[Hashable, bool] = {}
-        self.num_reused = 0
-        self._least = 0
+        self.verdicts: dict[Hashable, bool] = {}  # the bits are the same, by all that may choose a kernel
+        self.num_reused = self._least = 0
         self._nobody: tuple[int, ...] | None = None  # holders where there are none but the node itself
         with torch.enable_grad():
             output = torch.ones(1, requires_grad=True).relu()

@@ -150,12 +150,13 @@ class WeightVersions:
 
     Layers run inside ``forward`` of their micro-batch, its backward inside ``backward``, an optimizer inside
     ``update``. Buffers (the running statistics of BatchNorm) have no versions: forwards write them, and every
-    schedule runs those in ascending order.
+    schedule runs those in ascending order."""
 
-    Attributes: num_live: distinct versions that are kept now, the newest among them, which is in place.
-                num_bytes: of the others. moves: parameters have other values behind a forward, or none."""
-
-    num_live, num_bytes, moves = 1, 0, False
+    num_live, num_bytes = (
+        1,
+        0,
+    )  # versions that are kept now, and bytes of all but the newest
+    moves = False  # parameters have other values behind a forward than in it, or none
     _nothing = contextlib.nullcontext()
 
     def bind(self, optimizer: Optimizer) -> None:
