@@ -1,8 +1,7 @@
 """Activations and parameters that leave the device between their uses: packed, in host memory or on disk.
 
-``activations.py`` is for stages, ``offload.py`` for any training loop; ``saved_storage.py`` draws the
-states of a storage. Nothing here knows schedules or ranks: a stage reports when a layer is done, when a
-micro-batch has gone on, and when it is wanted back. Imports go up this list only:
+Nothing here knows schedules or ranks: a stage reports when a layer is done, when a micro-batch has gone on,
+and when it is wanted back. Imports go up this list only:
 
     parameter_offload.py  evictable_tensor.py               parameters, gradients and optimizer states
     activations.py  offload.py                              the saved tensors of a stage; of any with-block

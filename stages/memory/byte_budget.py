@@ -122,7 +122,7 @@ class Tiers:
         self.packed = ByteCounter(wider=(self.device,))
         self.host = ByteCounter(host, wider=() if on_gpu else (self.device,))
         self.counters: dict[str, ByteCounter] = {name: getattr(self, name) for name in NAMES}
-        self._fixed = Share(self.device)
+        self.fixed = 0  # bytes of the device that never leave
         self.seconds_waited = 0.0
         self.slots_bytes = self.slots_live_bytes = 0
 
@@ -133,12 +133,8 @@ class Tiers:
 
     def fix(self, num_bytes: int) -> None:
         """So many bytes of the device never leave: parameters, gradients, optimizer state, buffers."""
-        self._fixed.set(num_bytes)
-
-    @property
-    def fixed(self) -> int:
-        """Bytes that never leave."""
-        return self._fixed.num_bytes
+        self.fixed, before = num_bytes, self.fixed
+        self.device.add(num_bytes - before)
 
     @property
     def peaks(self) -> dict[str, int]:

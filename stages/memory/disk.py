@@ -71,8 +71,6 @@ class DiskOptions:
 
 
 ANYWHERE = DiskOptions()
-
-
 _CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
 
@@ -288,11 +286,6 @@ class Disk:
         with self._changed:
             self._sweep()
             return self.space.lent_bytes
-
-    @property
-    def takes(self) -> bool:
-        """Return whether there is room, as far as is known."""
-        return not self.space.is_full
 
     def write(self, frame: Frame, *, ready: Callable[[], None] | None = None) -> SwapEntry:
         """Begin to write ``frame``, whose hold becomes the disk's, once it is ``ready``; waits while much

@@ -120,6 +120,8 @@ def sharing(tensors: Iterable[Tensor]) -> set[int]:
 
 
 Kept = Mapping[Any, Any]  # what an optimizer keeps of a parameter
+Turn = Sequence[Parameter]
+RESIDENT_LAYERS = 2  # that stay in a backward, where branches of a network take turns and there is room
 NO_ROOM = "the store of a mirror has no room for a gradient; raise its budget"
 
 
@@ -419,10 +421,6 @@ class OffloadedVersion:
         for one, memory in self.memories.items():
             if memory is not one.memory and not self._mirror.is_kept(one, memory):
                 memory.drop()
-
-
-Turn = Sequence[Parameter]
-RESIDENT_LAYERS = 2  # that stay in a backward, where branches of a network take turns and there is room
 
 
 class OffloadedParameters:

@@ -115,8 +115,7 @@ def copied(item: Any) -> Any:
     """Return a tensor with the same strides in a copy of its storage; what is no tensor, as it is."""
     if not isinstance(item, Tensor):
         return item
-    made = view_of(item).over(Bytes(item.untyped_storage().clone(), 0))
-    return made.requires_grad_(item.requires_grad)
+    return view_of(item).over(Bytes(item.untyped_storage().clone(), 0)).requires_grad_(item.requires_grad)
 
 
 def bytes_around(start: int, tensor: Tensor) -> Bytes:

@@ -180,12 +180,11 @@ class DiskStore(Store):
         return self.disk.buffers
 
     def offloads_from(self, device: torch.device) -> bool:
-        """From everywhere, while there is room."""
-        return self.disk.takes
+        return not self.disk.space.is_full
 
     @property
     def takes_pieces(self) -> bool:
-        return self.disk.takes
+        return not self.disk.space.is_full
 
     def put(self, key: Hashable, frame: Frame) -> None:
         """Begin to write ``frame``; waits while much is to be written, and raises what a write raised."""

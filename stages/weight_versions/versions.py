@@ -32,6 +32,7 @@ from ..torch_private import preserve_version_counter
 from .policies import VersionRule, WeightPolicy
 
 Settings = dict[str, Any]
+Gradients = list[EvictableTensor | Tensor | None]  # of parameters, of which some wait in a store
 
 
 def _sgd(weight: Tensor, *, state: Settings, group: Settings, times: int) -> None:
@@ -307,9 +308,6 @@ class LatestWeights(WeightVersions):
         finally:
             for (parameter, _), values in zip(predicted, real, strict=True):
                 parameter.data.copy_(values)
-
-
-Gradients = list[EvictableTensor | Tensor | None]  # of parameters, of which some wait in a store
 
 
 def _discard(gradients: Iterable[EvictableTensor | Tensor | None]) -> None:
