@@ -142,16 +142,16 @@ class Slots:
         """Return the slot of ``key``, 1-D uint8 in a storage of its own, or None: none is free."""
         with self._lock:
             start, end = self._slots.get(key, (0, 0))
-            for number, (storage, _, _) in list(self._held.items()):
-                if storage.expired():
-                    self._held.pop(number, None)
-            others = list(self._held.values())
-            if end - start < size or any(low < end and start < high for _, low, high in others):
+            others = [one for one in list(self._held.values()) if one[1] < end and start < one[2]]
+            if end - start < size or not all(storage.expired() for storage, *_ in others):
                 self.num_allocated += 1
                 return None
+            for storage, *_ in others:
+                self._held.pop(storage.cdata, None)
             assert self._space is not None, "there are slots"
             slot = torch.from_numpy(self._space[start:end])
-            self._held[memory_id(slot)] = StorageWeakRef(slot.untyped_storage()), start, end
+            storage = StorageWeakRef(slot.untyped_storage())
+            self._held[storage.cdata] = storage, start, end
             self.num_fetched += 1
             return slot
 
