@@ -29,7 +29,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...compression.buffers import Pool, new_bytes, size_class
 from ...compression.errors import CodecError
 from ...compression.frame import ALIGNMENT
-from ..torch_private import memory_id
 from .byte_budget import Tiers
 
 
@@ -88,6 +87,8 @@ class Slots:
         """Start without memory; ``tiers`` know how large the allocation is, which ``new`` makes."""
         self._tiers, self._new, self._lock = tiers or Tiers(), new, threading.Lock()
         self.num_fetched = self.num_allocated = 0  # what got a slot, or memory of its own
+        # by the identity of a storage, or of a slot that returns
+        self._held: dict[int, tuple[StorageWeakRef | None, int, int]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -100,7 +101,9 @@ class Slots:
     def _forget_slots(self) -> None:
         self._slots: dict[Hashable, tuple[int, int]] = {}
         self._space: np.ndarray | None = None
-        self._held: dict[int, tuple[StorageWeakRef, int, int]] = {}  # the former ones are in nobody's way
+        self._returning: dict[Hashable, Tensor] = {}
+        # what returns from the former allocation is known, but in nobody's way
+        self._held = {key: (None, 0, 0) for key, (storage, *_) in list(self._held.items()) if storage is None}
         self._tiers.slots_bytes = self._tiers.slots_live_bytes = 0
 
     def note(self, key: Hashable, lifetime: Lifetime) -> bool:
@@ -138,26 +141,35 @@ class Slots:
         self.note(key, Lifetime(lower, upper, size))
         return self.lend(key, size)
 
-    def lend(self, key: Hashable, size: int) -> Tensor | None:
-        """Return the slot of ``key``, 1-D uint8 in a storage of its own, or None: none is free."""
+    def lend(self, key: Hashable, size: int, *, returns: bool = False) -> Tensor | None:
+        """Return the slot of ``key``, 1-D uint8, or None: none is free. It is again if it ``returns`` by
+        ``free``, else when nothing holds its storage, which it has alone."""
         with self._lock:
             start, end = self._slots.get(key, (0, 0))
-            others = [one for one in list(self._held.values()) if one[1] < end and start < one[2]]
-            if end - start < size or not all(storage.expired() for storage, *_ in others):
+            for held, (storage, low, high) in list(self._held.items()) if end else ():
+                if low < end and start < high:
+                    if storage is None or not storage.expired():
+                        end = start
+                        break
+                    self._held.pop(held, None)
+            if end - start < size:
                 self.num_allocated += 1
                 return None
-            for storage, *_ in others:
-                self._held.pop(storage.cdata, None)
-            assert self._space is not None, "there are slots"
-            slot = torch.from_numpy(self._space[start:end])
-            storage = StorageWeakRef(slot.untyped_storage())
-            self._held[storage.cdata] = storage, start, end
             self.num_fetched += 1
+            slot = self._returning.get(key)
+            if slot is None:
+                assert self._space is not None, "there are slots"
+                slot = torch.from_numpy(self._space[start:end])
+            if returns:
+                self._returning[key], self._held[id(slot)] = slot, (None, start, end)
+            else:
+                storage = StorageWeakRef(slot.untyped_storage())
+                self._held[storage.cdata] = storage, start, end
             return slot
 
     def free(self, slot: Tensor) -> bool:
-        """Take back what ``lend`` lent ahead of its end, without a lock; False: it is none of these."""
-        return self._held.pop(memory_id(slot), None) is not None
+        """Take back what ``returns``, without a lock; False: it is none of these."""
+        return self._held.pop(id(slot), None) is not None
 
 
 class SlotPool(Pool):
@@ -175,20 +187,22 @@ class SlotPool(Pool):
 
     def take(self, num_bytes: int) -> Tensor:
         """Lend a 1-D uint8 tensor of at least ``num_bytes`` bytes at a multiple of 64, not cleared."""
-        size, number = size_class(num_bytes), next(self._numbers)
-        buffer = self.slots.lend(number, size)
+        size, number, time = size_class(num_bytes), next(self._numbers), next(self._clock)
+        buffer = self.slots.lend(number, size, returns=True)
         if buffer is None:
             buffer = super().take(num_bytes)
-        self._taken[id(buffer)] = number, next(self._clock), size
+            self._taken[id(buffer)] = number, time, size
         return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Take back what ``take`` lent, itself and not a part of it."""
+        time = next(self._clock)
+        if self.slots.free(buffer):
+            return
         if (taken := self._taken.pop(id(buffer), None)) is not None:
             number, lower, size = taken
-            self._returned.append((number, Lifetime(lower, next(self._clock), size)))
-        if not self.slots.free(buffer):
-            super().give(buffer)
+            self._returned.append((number, Lifetime(lower, time, size)))
+        super().give(buffer)
 
     def turn(self) -> None:
         """A step ended: what it took and gave back has slots from now on."""

@@ -79,6 +79,13 @@ def recomputation(
     return Recompute(run, [kept[number] for number in route.tied])
 
 
+def of_backward(error: Exception) -> StageError:
+    """Return the error for one that a backward raised."""
+    if isinstance(error, StageError):
+        return StageError(str(error))
+    return StageError(f"backward: {type(error).__name__}: {error}")
+
+
 _NOTHING = contextlib.nullcontext()
 KEPT = 64  # parts of records for other shapes
 LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call
@@ -258,23 +265,15 @@ class Stage:
         """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
         running = self.running.pop(micro_batch)
         try:
-            with self._inside_backward(micro_batch):
+            with self.weights.backward(micro_batch):
                 self._ready(micro_batch)
                 roots = running.begins(gradients)
                 run_weights_first(roots, self.anchor, self.reuse) if self.weights_first else run(roots)
+        except Exception as error:
+            raise of_backward(error) from error
         finally:
             self._forget(micro_batch)
         return running.ends()
-
-    @contextlib.contextmanager
-    def _inside_backward(self, micro_batch: int) -> Iterator[None]:
-        try:
-            with self.weights.backward(micro_batch):
-                yield
-        except StageError as error:
-            raise StageError(str(error)) from error
-        except Exception as error:
-            raise StageError(f"backward: {type(error).__name__}: {error}") from error
 
     def backward_inputs(
         self, micro_batch: int, gradients: Mapping[int, torch.Tensor | None]
@@ -282,13 +281,16 @@ class Stage:
         """The first half of ``backward``, which returns the same; ``backward_weights`` is the second. Where
         no gradient of what was received is asked for, it only keeps ``gradients``."""
         running = self.running[micro_batch]
-        with self._inside_backward(micro_batch):
-            running.split = Split(running.begins(gradients))
-            if running.asks:
-                self._ready(micro_batch)
-                others = [other.split for other in self.running.values() if other.split is not None]
-                waiting = others[:-1] if self.sums_in_place else []
-                running.split.inputs(self.anchor, release=not self.stores, waiting=waiting)
+        try:
+            with self.weights.backward(micro_batch):
+                running.split = Split(running.begins(gradients))
+                if running.asks:
+                    self._ready(micro_batch)
+                    others = [other.split for other in self.running.values() if other.split is not None]
+                    waiting = others[:-1] if self.sums_in_place else []
+                    running.split.inputs(self.anchor, release=not self.stores, waiting=waiting)
+        except Exception as error:
+            raise of_backward(error) from error
         running.loss, running.roots = None, {}
         return running.ends()
 
@@ -297,10 +299,12 @@ class Stage:
         running = self.running.pop(micro_batch)
         assert running.split is not None
         try:
-            with self._inside_backward(micro_batch):
+            with self.weights.backward(micro_batch):
                 if not running.asks:
                     self._ready(micro_batch)
                 running.split.weights()
+        except Exception as error:
+            raise of_backward(error) from error
         finally:
             self._forget(micro_batch)
 

@@ -125,6 +125,16 @@ def test_what_stays_over_a_step_has_a_buffer_of_its_own() -> None:
     assert pool.num_new == 4  # x, y, the allocation for y, z
 
 
+def test_a_slot_that_is_lent_while_slots_are_placed_anew_comes_back() -> None:
+    pool = Counted()
+    run(pool, STEP)
+    lent = run(pool, [("take", "a", 3), ("take", "b", 4), ("give", "b")])  # b is larger than noted
+    run(pool, [("give", "a"), *STEP], lent)
+    others = pool.slots.num_allocated
+    run(pool, STEP)
+    assert (lent, pool.slots.num_allocated) == ({}, others)
+
+
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
