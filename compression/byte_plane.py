@@ -26,7 +26,7 @@ from .buffers import Scratch, view_at
 from .errors import CodecError
 from .frame import FLOATS, MAX_RATIO, OTHERS
 from .geometry import Words
-from .raw import Base, Packed, Raw
+from .raw import Codec, Packed, Raw
 
 HEAD_BYTES = 64
 _LEVEL = 1
@@ -51,7 +51,7 @@ class _Zstd(threading.local):
         self.decompress = zstandard.ZstdDecompressor().decompress
 
 
-class BytePlane(Base):
+class BytePlane(Codec):
     """Planes of bytes, through zstd where that gains 2 %; raw where none does."""
 
     name, dtypes = "byte_plane", FLOATS | OTHERS
@@ -61,15 +61,12 @@ class BytePlane(Base):
         self._scratch, self._zstd = Scratch(), _Zstd()
 
     def max_bytes(self, num_words: int, bits: int) -> int:
-        """Return the bytes of planes that are all stored."""
         return HEAD_BYTES + num_words * bits // 8
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Return whether there is a head, and less than the words."""
         return HEAD_BYTES < num_bytes < num_words * bits // 8
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Write the planes, packed or stored, and then their lengths into the head."""
         parts, rotate = _parts(words)
         paying = self._paying(parts, rotate)
         if not any(paying):
@@ -117,7 +114,6 @@ class BytePlane(Base):
         return planes
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Read the lengths, unpack the planes that are packed, and join them all."""
         parts, rotate = _parts(out)
         num_planes = parts.bits // 8
         head = ctypes.string_at(payload, HEAD_BYTES)

@@ -15,8 +15,6 @@ speed of lz4. A payload, little-endian, the sections of zero_value as laid out i
 
 from __future__ import annotations
 
-import ctypes
-
 import lz4.block
 import numpy as np
 
@@ -24,41 +22,24 @@ from .buffers import Scratch, view_at
 from .errors import CodecError
 from .frame import FLOATS, ON_REQUEST, sections
 from .geometry import Words
-from .raw import Base, Codec, Packed, Raw
-from .zero_value import SLACK, ZeroValue
+from .raw import Codec, Packed, Raw
+from .zero_value import SLACK, ZeroValue, num_values
 
 
-def num_values_at(offsets: int, num_words: int) -> int:
-    """Return the last of the ``offsets`` of a zero_value payload.
-
-    Raises: CodecError: more values than words.
-    """
-    last = offsets + 8 * (sections(num_words).num_blocks - 1)
-    found = int.from_bytes(ctypes.string_at(last, 8), "little")
-    if found > num_words:
-        raise CodecError(f"{num_words} words have at most as many values, found {found}; it was damaged")
-    return found
-
-
-class Combined:
+class Combined(Codec):
     """The codec ``inner`` behind zero_value; one of them alone where the other does not shrink."""
 
     def __init__(self, zero_value: ZeroValue, inner: Codec) -> None:
-        """Pack by ``zero_value`` first, its values by ``inner``."""
         self.name, self.dtypes = f"{zero_value.name}+{inner.name}", FLOATS & inner.dtypes
-        self._zero_value, self._inner = zero_value, inner
-        self._values = Scratch()
+        self._zero_value, self._inner, self._values = zero_value, inner, Scratch()
 
     def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs, in bytes."""
         return sections(num_words).values + self._inner.max_bytes(num_words, bits)
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Return whether a payload of ``num_bytes`` can hold these words."""
         return sections(num_words).values < num_bytes < num_words * bits // 8
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Pack ``words`` to the address ``out``."""
         head, values = sections(words.num_words).values, self._values.address(words.num_bytes + SLACK)
         count = self._zero_value.pack_to(words, out, values)
         if count is None:
@@ -68,15 +49,13 @@ class Combined:
         return Packed(self.name if codec == self._inner.name else self._zero_value.name, head + num_bytes)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Read bitmap and offsets, and the values by the other codec."""
         parts = sections(out.num_words)
-        count, rest = num_values_at(payload + parts.offsets, out.num_words), num_bytes - parts.values
+        count, rest = num_values(payload + parts.offsets, out.num_words), num_bytes - parts.values
         if not self._inner.fits(count, out.bits, rest):
             rule = f"the values of a {self.name} frame suit its offsets"
             raise CodecError(f"{rule}, found {rest} bytes for {count} values; it was damaged")
         values = self._values.address(out.num_bytes + SLACK)
-        inner = out._replace(address=values, num_words=count)
-        self._inner.unpack(payload + parts.values, rest, inner)
+        self._inner.unpack(payload + parts.values, rest, out._replace(address=values, num_words=count))
         self._zero_value.unpack_from(payload, values, count, out)
 
 
@@ -94,10 +73,7 @@ def _shorter(address: int, num_bytes: int) -> memoryview:
 
 
 def _restored(address: int, length: int, num_bytes: int) -> memoryview:
-    """Undo ``_shorter``, whose result has ``length`` bytes; memory is taken for ``num_bytes``.
-
-    Raises: CodecError: they are no lz4 block of that many bytes.
-    """
+    """Undo ``_shorter``, whose result has ``length`` bytes; memory is taken for ``num_bytes`` alone."""
     found = view_at(address, length)
     if length == num_bytes:
         return found
@@ -112,63 +88,50 @@ def _restored(address: int, length: int, num_bytes: int) -> memoryview:
     return found
 
 
-def _at(view: memoryview) -> int:
-    return np.frombuffer(view, np.uint8).ctypes.data
-
-
-class ZeroValueLz4(Base):
+class ZeroValueLz4(Codec):
     """Bitmap and values through lz4, each where it shrinks; zero_value where neither does."""
 
     dtypes = ON_REQUEST
 
     def __init__(self, zero_value: ZeroValue) -> None:
-        super().__init__(zero_value.isa)
         self.name = f"{zero_value.name}+lz4"
-        self._zero_value = zero_value
-        self._head, self._values = Scratch(), Scratch()
+        self._zero_value, self._head, self._values = zero_value, Scratch(), Scratch()
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Return whether a payload of ``num_bytes`` can hold these words."""
         parts = sections(num_words)
         return HEAD_BYTES + parts.values - parts.offsets < num_bytes < num_words * bits // 8
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Pack ``words`` to the address ``out``."""
-        parts, word_bytes = sections(words.num_words), words.bits // 8
-        head = self._head.address(parts.values)
-        values = self._values.address(words.num_bytes + SLACK)
+        parts, name = sections(words.num_words), self.name
+        head, values = self._head.address(parts.values), self._values.address(words.num_bytes + SLACK)
         count = self._zero_value.pack_to(words, head, values)
         if count is None:
             return Raw().pack(words, out)
-        plain = parts.values + count * word_bytes
-        bitmap, rest = _shorter(head, parts.offsets), _shorter(values, count * word_bytes)
-        offsets = view_at(head + parts.offsets, parts.values - parts.offsets)
-        start = len(bitmap).to_bytes(8, "little").ljust(HEAD_BYTES, b"\0")
-        pieces, name = [memoryview(start), offsets, bitmap, rest], self.name
-        if sum(map(len, pieces)) >= plain:
-            name = self._zero_value.name
-            pieces = [view_at(head, parts.values), view_at(values, count * word_bytes)]
+        value_bytes = count * words.bits // 8
+        bitmap, rest = _shorter(head, parts.offsets), _shorter(values, value_bytes)
+        start = memoryview(len(bitmap).to_bytes(8, "little").ljust(HEAD_BYTES, b"\0"))
+        pieces = [start, view_at(head + parts.offsets, parts.values - parts.offsets), bitmap, rest]
+        if sum(map(len, pieces)) >= parts.values + value_bytes:
+            pieces, name = [view_at(head, parts.values), view_at(values, value_bytes)], self._zero_value.name
         end = out
         for piece in pieces:
-            if piece:
-                ctypes.memmove(end, _at(piece), len(piece))
+            view_at(end, len(piece))[:] = piece
             end += len(piece)
         return Packed(name, end - out)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Read head and offsets, restore bitmap and values, and expand them."""
         parts = sections(out.num_words)
-        start = ctypes.string_at(payload, HEAD_BYTES)
-        length, padding = int.from_bytes(start[:8], "little"), start[8:]
-        first = HEAD_BYTES + parts.values - parts.offsets
-        if padding.strip(b"\0") or not length or length > min(parts.offsets, num_bytes - first):
+        start, first = view_at(payload, HEAD_BYTES), HEAD_BYTES + parts.values - parts.offsets
+        length = int.from_bytes(start[:8], "little")
+        if any(start[8:]) or not 0 < length <= min(parts.offsets, num_bytes - first):
             rule = f"a bitmap of {parts.offsets} bytes fits into a {self.name} frame"
             raise CodecError(f"{rule} of {num_bytes}, found {length}; it was damaged")
-        count = num_values_at(payload + HEAD_BYTES, out.num_words)
+        count = num_values(payload + HEAD_BYTES, out.num_words)
         bitmap = _restored(payload + first, length, parts.offsets)
         first += length
         values = _restored(payload + first, num_bytes - first, count * out.bits // 8)
-        head = self._head.address(parts.values)
-        ctypes.memmove(head, _at(bitmap), parts.offsets)
-        ctypes.memmove(head + parts.offsets, payload + HEAD_BYTES, parts.values - parts.offsets)
-        self._zero_value.unpack_from(head, _at(values) if count else payload, count, out)
+        head = view_at(self._head.address(parts.values), parts.values)
+        head[: parts.offsets] = bitmap
+        head[parts.offsets :] = view_at(payload + HEAD_BYTES, parts.values - parts.offsets)
+        at = np.frombuffer(values, np.uint8).ctypes.data if count else payload
+        self._zero_value.unpack_from(self._head.address(parts.values), at, count, out)

@@ -21,8 +21,8 @@ A padding word has the exponent of code 0, and its other bits are zero.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from .errors import CodecError
 from .frame import ALIGNMENT, BLOCK, FLOATS, aligned
 from .geometry import Words
 from .kernels.exponent_ir import BLOCK_TAIL_BYTES, GROUP, NUM_LEVELS, PLANS, TABLE_BYTES, escape, kernel_name
-from .raw import Base, Packed, Raw
+from .raw import Codec, Packed, Raw
 from .zero_value import STREAM_BYTES
 
 _DTYPES = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}
@@ -42,8 +42,7 @@ _LEAST_PERCENT = 102  # of before / after in the words counted; else all travel 
 _SCRATCH = ctypes.c_char * ((BLOCK + GROUP) * 4)  # words of a block and their padding
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """Begins and ends of a payload's sections, in bytes from its start."""
 
     codes_per_group: int  # bytes for 64 words
@@ -61,36 +60,26 @@ def layout(num_words: int, bits: int, k: int) -> Layout:
     num_groups = -(-num_words // GROUP)
     codes, rest = k * GROUP // 8, (bits // 8 - 1) * GROUP
     codes_end = _PLAN_BYTES + num_groups * codes
-    offsets = aligned(codes_end) + num_groups * rest
+    remainders = aligned(codes_end)
+    offsets = remainders + num_groups * rest
     offsets_end = offsets + 8 * -(-num_words // BLOCK)
-    return Layout(
-        codes_per_group=codes,
-        remainders_per_group=rest,
-        codes_end=codes_end,
-        remainders=aligned(codes_end),
-        offsets=offsets,
-        offsets_end=offsets_end,
-        tail=aligned(offsets_end),
-    )
+    return Layout(codes, rest, codes_end, remainders, offsets, offsets_end, aligned(offsets_end))
 
 
-class Exponent(Base):
+class Exponent(Codec):
     """Codes, remainders and tail as above for floats of 32 or 16 bits; raw where that is not shorter."""
 
     name, dtypes = "exponent", FLOATS
 
     def max_bytes(self, num_words: int, bits: int) -> int:
-        """Return the bytes of the words, and of a block's tail."""
         return num_words * bits // 8 + (BLOCK_TAIL_BYTES if num_words >= _SHORTEST else 0)
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Return whether there is room for the sections in front of the tail."""
         if bits not in _DTYPES.values() or not num_words:
             return False
         return layout(num_words, bits, min(PLANS)[0]).tail < num_bytes < num_words * bits // 8
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Write plan, codes, remainders, offsets and tail."""
         if words.dtype in _DTYPES and words.num_words >= _SHORTEST:
             num_bytes = self._pack(words, out)
             if num_bytes < words.num_bytes:
@@ -99,7 +88,10 @@ class Exponent(Base):
 
     def _pack(self, words: Words, out: int) -> int:
         """Write all sections and return their length; that of the words if it gave up."""
-        bits, section = words.bits, self._plan(words)
+        counts, runs, bits = np.zeros(256, np.int64), min(_RUNS, words.num_words // GROUP), words.bits
+        count = self.kernel(f"count{bits}")
+        count(words.address, words.num_words - GROUP + 1, runs, counts.ctypes.data)
+        section = plan_section(counts, bits)
         plan = tuple(section[:NUM_LEVELS])
         parts = layout(words.num_words, bits, plan[0])
         if plan not in PLANS or parts.tail >= words.num_bytes:
@@ -110,11 +102,9 @@ class Exponent(Base):
         limit = words.num_bytes - parts.tail
 
         def blocks(source: int, num_words: int, first: int, start: int, *, stream: bool = False) -> int:
-            """Pack from block ``first`` on, whose tail starts at ``start``; where the last one's ends."""
-            kernel, at = (
-                self.kernel(kernel_name("pack", bits, plan, stream=stream)),
-                _sections(out, parts, first),
-            )
+            """Pack from block ``first`` on, whose tail starts at ``start``; return its last end."""
+            kernel = self.kernel(kernel_name("pack", bits, plan, stream=stream))
+            at = _sections(out, parts, first)
             return kernel(source, -(-num_words // GROUP), out + _TABLES, *at, start, limit)
 
         (whole, rest), end = divmod(words.num_words, BLOCK), 0
@@ -130,39 +120,22 @@ class Exponent(Base):
             end = blocks(room, rest, whole, end)
         return parts.tail + end if end >= 0 else words.num_bytes
 
-    def _plan(self, words: Words) -> bytes:
-        """The plan for ``words``, from a sample of them."""
-        counts, runs = np.zeros(256, np.int64), min(_RUNS, words.num_words // GROUP)
-        self.kernel(f"count{words.bits}")(
-            words.address, words.num_words - GROUP + 1, runs, counts.ctypes.data
-        )
-        return plan_section(counts, words.bits)
-
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Read plan, codes, remainders, offsets and tail."""
         plan = tuple(ctypes.string_at(payload, min(num_bytes, NUM_LEVELS)))
         if plan not in PLANS or _DTYPES.get(out.dtype) != out.bits:
             rule = f"an exponent frame has floats and codes of {', '.join(map(str, PLANS))} bits"
             raise CodecError(f"{rule}, found {out.dtype} and {plan}; it was damaged")
         parts = layout(out.num_words, out.bits, plan[0])
         count = num_bytes - parts.tail
-        if count < 0 or self._unpack(payload, parts, plan, count, out) != count:
-            rule = f"codes, offsets and tail of an exponent frame agree with its {num_bytes} bytes"
-            raise CodecError(f"{rule}, these do not; it was damaged")
-
-    def _unpack(self, payload: int, parts: Layout, plan: tuple[int, ...], count: int, out: Words) -> int:
-        """Read all blocks, whose tails have ``count`` bytes; where the last one ends, or -1."""
 
         def blocks(to: int, num_words: int, first: int, start: int, *, stream: bool = False) -> int:
             """Unpack from block ``first`` on, whose tail starts at ``start``."""
-            kernel, at = (
-                self.kernel(kernel_name("unpack", out.bits, plan, stream=stream)),
-                _sections(payload, parts, first),
-            )
+            kernel = self.kernel(kernel_name("unpack", out.bits, plan, stream=stream))
+            at = _sections(payload, parts, first)
             return kernel(*at, start, count, -(-num_words // GROUP), payload + _TABLES, to)
 
-        (whole, rest), end = divmod(out.num_words, BLOCK), 0
-        if whole:
+        (whole, rest), end = divmod(out.num_words, BLOCK), min(count, 0)
+        if whole and end >= 0:
             stream = out.address % ALIGNMENT == 0 and out.num_bytes >= STREAM_BYTES
             end = blocks(out.address, whole * BLOCK, 0, 0, stream=stream)
         if rest and end >= 0:
@@ -170,7 +143,9 @@ class Exponent(Base):
             room = ctypes.addressof(scratch)
             end = blocks(room, rest, whole, end)
             ctypes.memmove(out.address + out.num_bytes - used, room, used)
-        return end
+        if end < 0 or end != count:
+            rule = f"codes, offsets and tail of an exponent frame agree with its {num_bytes} bytes"
+            raise CodecError(f"{rule}, these do not; it was damaged")
 
 
 def _sections(payload: int, parts: Layout, num_blocks: int) -> tuple[int, int, int, int]:

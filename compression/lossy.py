@@ -14,7 +14,7 @@ a whole tensor would lose its small blocks. A payload, little-endian::
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 from .errors import CodecError
 from .frame import ON_REQUEST, aligned
 from .geometry import Words
-from .raw import Base, Packed, Raw
+from .raw import Codec, Packed, Raw
 
 BLOCK = 1024  # words of one scale
 _CHUNK = 32 * BLOCK  # words at once: what is calculated between them stays in the cache
@@ -32,49 +32,44 @@ _LEAST_SCALE = 2.0**-126  # smaller ones are denormal, and would scale inexactly
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def chunks(words: Words) -> Iterator[tuple[slice, slice]]:
+def _chunks(words: Words) -> Iterator[tuple[slice, slice]]:
     """Yield the words to take at once, and the places of their bytes."""
     for first in range(0, words.num_words, _CHUNK):
         end = min(words.num_words, first + _CHUNK)
         yield slice(first, end), slice(first * words.bits // 8, end * words.bits // 8)
 
 
-class ScaledBlocks(ABC):
-    """Blocks of 1,024 words, each divided by a scale of its own, in a byte per word."""
+class ScaledBlocks(Codec):
+    """Blocks of 1,024 words, each divided by a scale of its own, in a byte per word.
 
-    name: str
+    A subclass gives the scale of blocks whose largest absolute words are ``largest``, all in float64, codes
+    scaled words as a byte each, and decodes these in float32.
+    """
+
     dtypes = ON_REQUEST
 
     @abstractmethod
-    def _scale(self, largest: Tensor) -> Tensor:
-        """The scale of blocks whose largest absolute values are ``largest``, all in float64."""
-
+    def _scale(self, largest: Tensor) -> Tensor: ...
     @abstractmethod
-    def _coded(self, scaled: Tensor) -> Tensor:
-        """ScaledBlocks words as one byte each."""
-
+    def _coded(self, scaled: Tensor) -> Tensor: ...
     @abstractmethod
-    def _decoded(self, codes: Tensor) -> Tensor:
-        """Undo ``_coded``, in float32."""
+    def _decoded(self, codes: Tensor) -> Tensor: ...
 
     def max_bytes(self, num_words: int, bits: int) -> int:
-        """Room that ``pack`` needs, in bytes: all blocks as they are, with scales and codes."""
         return _plain_at(num_words) + num_words * bits // 8
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Return whether a payload of ``num_bytes`` can hold these words."""
         plain = _plain_at(num_words)
         return bits > 8 and plain <= num_bytes < num_words * bits // 8 and (num_bytes - plain) * 8 % bits == 0
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Scale and round ``words`` to the address ``out``."""
         end = _plain_at(words.num_words)
         if words.dtype not in _FLOATS or end >= words.num_bytes:
             return Raw().pack(words, out)
         source, block_bytes = _bytes(words.address, words.num_bytes), BLOCK * words.bits // 8
         ctypes.memset(out, 0, end)
         scales, codes = _sections(out, words.num_words)
-        for chunk, part in chunks(words):
+        for chunk, part in _chunks(words):
             blocks = _blocks(source[part], words.dtype)
             largest = blocks.abs().amax(1).double()
             scale = self._scale(largest).clamp(min=_LEAST_SCALE).float()
@@ -92,7 +87,6 @@ class ScaledBlocks(ABC):
         return Packed(self.name, end)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Multiply the codes by their scales, and copy the blocks that travel as they are."""
         if out.dtype not in _FLOATS:
             raise CodecError(f"a {self.name} frame holds floats, found {out.dtype}; it was damaged")
         scales, codes = _sections(payload, out.num_words)
@@ -104,7 +98,7 @@ class ScaledBlocks(ABC):
             rule = f"a {self.name} frame of {num_bytes} bytes has a scale or the words of every block"
             raise CodecError(f"{rule}, found {len(plain)} blocks without a scale; it was damaged")
         target, most = _bytes(out.address, out.num_bytes), torch.finfo(out.dtype).max
-        for chunk, part in chunks(out):
+        for chunk, part in _chunks(out):
             blocks = _blocks(codes[chunk], torch.uint8)
             scale = scales[chunk.start // BLOCK :][: len(blocks), None]
             wide = torch.float64 if out.bits == 64 else torch.float32
@@ -165,7 +159,6 @@ def _bytes(address: int, num_bytes: int) -> Tensor:
 
 
 def _plain_at(num_words: int) -> int:
-    """Return the start of the blocks that travel as they are."""
     return aligned(4 * -(-num_words // BLOCK)) + aligned(num_words)
 
 
@@ -185,7 +178,7 @@ def _blocks(part: Tensor, dtype: torch.dtype) -> Tensor:
     return words.float() if dtype in (torch.float16, torch.bfloat16) else words
 
 
-class Bf16(Base):
+class Bf16(Codec):
     """Rounds float32 and float64 to bfloat16, to nearest, ties to even.
 
     Error: at most 2**-8 of the word where it is normal (at least 2**-126), at most 2**-134 below. From
@@ -195,16 +188,14 @@ class Bf16(Base):
     name, dtypes = "bf16", ON_REQUEST
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Return whether there are two bytes for every word."""
         return bits >= 32 and num_words > 0 and num_bytes == 2 * num_words
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Round ``words`` to the address ``out``."""
         if words.dtype not in (torch.float32, torch.float64) or not words.num_words:
             return Raw().pack(words, out)
         source = _bytes(words.address, words.num_bytes).view(words.dtype)
         rounded = _bytes(out, 2 * words.num_words).view(torch.bfloat16)
-        for chunk, _ in chunks(words):
+        for chunk, _ in _chunks(words):
             part = _to_odd(source[chunk]) if words.bits == 64 else source[chunk]
             rounded[chunk] = part
             nan = part.isnan()  # torch's NaN is another one from CPU to CPU: keep the payload, made quiet
@@ -214,12 +205,10 @@ class Bf16(Base):
         return Packed(self.name, 2 * words.num_words)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Widen the words at the address ``payload`` to ``out``."""
         if out.dtype not in (torch.float32, torch.float64):
             raise CodecError(f"a bf16 frame holds float32 or float64, found {out.dtype}; it was damaged")
-        _bytes(out.address, out.num_bytes).view(out.dtype).copy_(
-            _bytes(payload, num_bytes).view(torch.bfloat16)
-        )
+        rounded = _bytes(payload, num_bytes).view(torch.bfloat16)
+        _bytes(out.address, out.num_bytes).view(out.dtype).copy_(rounded)
 
 
 def _to_odd(words: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from .errors import CodecError
 from .frame import OTHERS
 from .geometry import Words
 from .kernels.narrow_ir import ROW_BYTES
-from .raw import Base, Packed, Raw
+from .raw import Codec, Packed, Raw
 
 HEAD_BYTES = 64
 # From here on outputs would only push others out of the cache.
@@ -41,13 +41,12 @@ def _payload_bytes(num_words: int, bits: int, width: int) -> int:
     return HEAD_BYTES + ROW_BYTES * -(-_num_rows(num_words, bits) * width // bits)
 
 
-class Narrow(Base):
+class Narrow(Codec):
     """Integers and booleans in the fewest bits; all else, and what would not shrink, goes raw."""
 
     name, dtypes = "narrow", OTHERS
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Return whether there is a width that gives ``num_bytes``."""
         rows = (num_bytes - HEAD_BYTES) // ROW_BYTES
         if rows <= 0 or num_bytes >= num_words * bits // 8:
             return False
@@ -55,7 +54,6 @@ class Narrow(Base):
         return widest > 0 and num_bytes == _payload_bytes(num_words, bits, widest)
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Write the head, and the rows behind it."""
         if words.dtype not in _SIGNED and words.dtype not in _UNSIGNED:
             return Raw().pack(words, out)
         least, width = self._range(words)
@@ -102,7 +100,6 @@ class Narrow(Base):
             kernel(ctypes.addressof(copy), num_rows, width, least, to)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Read the head and unpack whole groups of rows in place, the rest through a copy."""
         width, least, padding = _HEAD.unpack(ctypes.string_at(payload, HEAD_BYTES))
         sound = 0 < width < out.bits and not least >> out.bits and not padding.strip(b"\0")
         if not sound or num_bytes != _payload_bytes(out.num_words, out.bits, width):

@@ -25,7 +25,7 @@ from .buffers import Scratch
 from .errors import CodecError
 from .frame import BLOCK, FLOATS, OTHERS, Header, Sections, header_bytes, read_header, sections
 from .geometry import Geometry, Words
-from .raw import Base, Codec, Packed, Raw
+from .raw import Codec, Packed, Raw
 
 SLACK = 64  # pack stores whole vectors
 STREAM_BYTES = 16 << 20  # outputs from here on would only push others out of the cache
@@ -34,22 +34,29 @@ _LONG, _PART, _MOST = 64, 32, 32  # blocks
 _MASK_BYTES = BLOCK // 8
 
 
-class ZeroValue(Base):
+def num_values(offsets: int, num_words: int) -> int:
+    """Return the last of the ``offsets`` of a zero_value payload; CodecError: more values than words."""
+    if not num_words:
+        return 0
+    last = offsets + 8 * (sections(num_words).num_blocks - 1)
+    if (found := ctypes.c_uint64.from_address(last).value) > num_words:
+        raise CodecError(f"{num_words} words have at most as many values, found {found}; it was damaged")
+    return found
+
+
+class ZeroValue(Codec):
     """Bitmap, offsets and values as laid out in ``frame``; raw where that would not be shorter."""
 
     name, dtypes = "zero_value", FLOATS | OTHERS
 
     def max_bytes(self, num_words: int, bits: int) -> int:
-        """Return the bytes of a payload without any zero, and of a vector."""
         return sections(num_words).values + num_words * bits // 8 + SLACK
 
     def fits(self, num_words: int, bits: int, num_bytes: int) -> bool:
-        """Return whether there is room for bitmap and offsets, and a whole number of values."""
         values = sections(num_words).values
         return values <= num_bytes < num_words * bits // 8 and (num_bytes - values) * 8 % bits == 0
 
     def pack(self, words: Words, out: int) -> Packed:
-        """Write bitmap, offsets and values."""
         start = sections(words.num_words).values
         count = self.pack_to(words, out, out + start)
         if count is None:
@@ -94,7 +101,6 @@ class ZeroValue(Base):
         return self._full(count, num_samples, words, parts)
 
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Read bitmap, offsets and values."""
         start = sections(out.num_words).values
         self.unpack_from(payload, payload + start, (num_bytes - start) * 8 // out.bits, out)
 
@@ -125,7 +131,7 @@ class ZeroValue(Base):
         """
         address, num_words, bits, _ = words
         count = self.kernel(f"packm{bits}")(address, num_words, mask, out, 0) if num_words else 0
-        if count != (expected := self.num_values(mask, num_words)):
+        if count != (expected := num_values(mask + sections(num_words).offsets, num_words)):
             rule = f"the bitmap of a mask has the {expected} bits that its offsets say"
             raise CodecError(f"{rule}, found {count}; it was damaged")
         return count
@@ -140,13 +146,6 @@ class ZeroValue(Base):
         if num_bytes * 8 % out.bits:
             raise CodecError(f"values have {out.bits} bits each, found {num_bytes} bytes; they were damaged")
         self.unpack_from(mask, payload, num_bytes * 8 // out.bits, out)
-
-    def num_values(self, mask: int, num_words: int) -> int:
-        """The values of a payload of ``num_words`` words at the address ``mask``, from its last offset."""
-        if not num_words:
-            return 0
-        parts = sections(num_words)
-        return ctypes.c_uint64.from_address(mask + parts.offsets + 8 * parts.num_blocks - 8).value
 
     def bitmap_checksum(self, mask: int, num_words: int) -> int:
         """Checksum of the bitmap of ``num_words`` words at the address ``mask``: a u64, never 0.
@@ -249,8 +248,8 @@ def unpack_masked(payload: int, num_bytes: int, bitmap: int, out: Words, inner: 
         CodecError: Payload and bitmap disagree.
     """
     if inner is not None:
-        count = ZERO_VALUE.num_values(bitmap, out.num_words)
-        if count > out.num_words or not inner.fits(count, out.bits, num_bytes):
+        count = num_values(bitmap + sections(out.num_words).offsets, out.num_words)
+        if not inner.fits(count, out.bits, num_bytes):
             raise CodecError(f"{num_bytes} bytes cannot hold the {count} values of a mask; it was damaged")
         values = out._replace(address=_scratch.address(out.num_bytes + SLACK), num_words=count)
         inner.unpack(payload, num_bytes, values)
