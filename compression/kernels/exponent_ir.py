@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
-from typing import NamedTuple
 
 from ..frame import BLOCK
 
@@ -34,7 +33,6 @@ class PortableExponents:
     """A table is a few comparisons, and escapes move one by one; any little-endian CPU."""
 
     name = "portable"
-    streams = False  # has stores past the cache
     book_bytes = TABLE_BYTES  # of one level
 
     def shared(self) -> str:
@@ -48,7 +46,7 @@ class PortableExponents:
 
     def encoder(self, k: int) -> str:
         """Registers of ``encode`` from the level's %book, before the loop."""
-        return "\n".join(_splat("%book", j) for j in range(escape(k)))
+        return _splats("%book", k)
 
     def encode(self, k: int) -> str:
         """Exponents %e to codes %c: the bits of an escape, without those that the exponent's code lacks."""
@@ -60,29 +58,28 @@ class PortableExponents:
     def fours(self, k: int) -> str:
         """Codes %c to %fours, words of four codes and zeros."""
         text, codes = f"  %c.words = bitcast {BYTES} %c to {FOURS}", "%c.words"
-        for n, fold in enumerate(_folds(k)[:2]):
-            result = ("%pairs", "%fours")[n]
+        for n, result in ((1, "%pairs"), (2, "%fours")):
             text += f"""
-  %shifted{n} = lshr {FOURS} {codes}, {same("i32", fold.shift, 16)}
+  %shifted{n} = lshr {FOURS} {codes}, {same("i32", n * (8 - k), 16)}
   %folded{n} = or {FOURS} %shifted{n}, {codes}
-  {result} = and {FOURS} %folded{n}, {same("i32", fold.together & 0xFFFFFFFF, 16)}"""
+  {result} = and {FOURS} %folded{n}, {same("i32", _every(16 * n, 2 * n * k) & 0xFFFFFFFF, 16)}"""
             codes = result
         return text
 
     def codes(self, k: int) -> str:
         """%eights, words of eight codes and zeros, to codes %c."""
         text, codes = "", "%eights"
-        for n, fold in enumerate(reversed(_folds(k))):
+        for n in (4, 2, 1):
             text += f"""
-  %shifted{n} = shl {EIGHTS} {codes}, {same("i64", fold.shift, 8)}
+  %shifted{n} = shl {EIGHTS} {codes}, {same("i64", n * (8 - k), 8)}
   %folded{n} = or {EIGHTS} %shifted{n}, {codes}
-  %apart{n} = and {EIGHTS} %folded{n}, {same("i64", fold.apart, 8)}"""
+  %apart{n} = and {EIGHTS} %folded{n}, {same("i64", _every(8 * n, n * k), 8)}"""
             codes = f"%apart{n}"
         return f"{text}\n  %c = bitcast {EIGHTS} {codes} to {BYTES}"
 
     def decoder(self, k: int) -> str:
         """Registers of ``decode`` from the level's %table, before the loop."""
-        return "\n".join(_splat("%table", j) for j in range(escape(k)))
+        return _splats("%table", k)
 
     def decode(self, k: int) -> str:
         """Codes %c to exponents %known, and zeros for escapes."""
@@ -105,12 +102,10 @@ class PortableExponents:
 
 
 def kernel_name(verb: str, bits: int, plan: tuple[int, ...], *, stream: bool) -> str:
-    """Return the name of ``pack`` or ``unpack`` for words of ``bits`` bits."""
     return f"{verb}{'s' if stream else ''}{bits}_{plan_name(plan)}"
 
 
 def plan_name(plan: tuple[int, ...]) -> str:
-    """The bits of a code of each level, as kernels are called."""
     return "".join(map(str, plan))
 
 
@@ -120,22 +115,22 @@ def escape(k: int) -> int:
 
 
 def vector(kind: str, values: Iterable[int]) -> str:
-    """A constant vector."""
     return "<" + ", ".join(f"{kind} {value}" for value in values) + ">"
 
 
 def same(kind: str, value: int, lanes: int) -> str:
-    """A constant vector of one value."""
     return vector(kind, [value] * lanes)
 
 
-def _splat(table: str, j: int) -> str:
-    """Byte j of a table, 64 times."""
-    return f"""
+def _splats(table: str, k: int) -> str:
+    return "".join(
+        f"""
   %entry.at{j} = getelementptr i8, ptr {table}, i64 {j}
   %entry{j} = load i8, ptr %entry.at{j}
   %one{j} = insertelement {BYTES} poison, i8 %entry{j}, i64 0
   %splat{j} = shufflevector {BYTES} %one{j}, {BYTES} poison, <64 x i32> zeroinitializer"""
+        for j in range(escape(k))
+    )
 
 
 def _select(name: str, wanted: list[str], values: list[str], result: str) -> str:
@@ -150,19 +145,6 @@ def _select(name: str, wanted: list[str], values: list[str], result: str) -> str
   {last} = or {BYTES} {found}, %value{j}"""
         found = last
     return text
-
-
-class _Fold(NamedTuple):
-    """Neighbours come together: how far the second moves, and the bits of both together and apart."""
-
-    shift: int
-    together: int
-    apart: int
-
-
-def _folds(k: int) -> list[_Fold]:
-    """From codes of ``k`` bits, a byte each, to pairs, fours and eights."""
-    return [_Fold(n * (8 - k), _every(16 * n, 2 * n * k), _every(8 * n, n * k)) for n in (1, 2, 4)]
 
 
 def _every(period: int, bits: int) -> int:
@@ -208,7 +190,6 @@ def _pair(kind: str, first: str, second: str, out: str) -> str:
 
 
 def _unpair(kind: str, pairs: str, first: str, second: str) -> str:
-    """Undo ``_pair``."""
     text, wide = [], f"<{2 * GROUP} x {kind}>"
     for side, name in enumerate((first, second)):
         places = vector("i32", range(side, 2 * GROUP, 2))
@@ -274,7 +255,6 @@ define internal void @split{bits}{"s" if stream else ""}(ptr noalias %words, i64
 
 
 def join(bits: int, *, stream: bool) -> str:
-    """Undo ``split``."""
     kind, rest = f"<{GROUP} x i{bits}>", GROUP * (bits // 8 - 1)
     low = f"  %turned = bitcast <{2 * GROUP} x i8> %pairs to {kind}"
     if bits == 32:
@@ -350,36 +330,21 @@ done:
 _LEVEL_AHEAD = 128  # bytes to prefetch per step: memory would else rest while the levels work in the cache
 
 
-def shorten(isa: PortableExponents, k: int) -> str:
-    """One level: ``num`` exponents to codes, padded to a multiple of 64 with the table's first exponent.
-
-    The escapes come to the front of the exponents and are counted.
-    """
+def _level(head: str, ready: str, step: str) -> str:
+    """A loop over the groups %i of %num exponents, of which each has %ones escapes; returns all of those."""
     return f"""
-define internal i64 @shorten{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr %table, ptr %book,
-                               ptr %ahead) noinline {{
+define internal i64 {head} noinline {{
 entry:
   %none = icmp eq i64 %num, 0
   br i1 %none, label %done, label %ready
 ready:
-  %common = load i8, ptr %table
-  %end = getelementptr i8, ptr %exponents, i64 %num
-  call void @llvm.memset.p0.i64(ptr %end, i8 %common, i64 {GROUP}, i1 false)
-{isa.encoder(k)}
+{ready}
   br label %step
 step:
   %i = phi i64 [0, %ready], [%i.next, %step]
   %n = phi i64 [0, %ready], [%n.next, %step]
-  %from = getelementptr {BYTES}, ptr %exponents, i64 %i
 {prefetch("%ahead", _LEVEL_AHEAD)}
-  %e = load {BYTES}, ptr %from, align 64
-{isa.encode(k)}
-{isa.fours(k)}
-  %codes.to = getelementptr [{8 * k} x i8], ptr %codes, i64 %i
-{_store_codes(k)}
-{_escapes(k)}
-  %to = getelementptr i8, ptr %exponents, i64 %n
-{isa.gather()}
+{step}
   %n.next = add i64 %n, %ones
   %i.next = add i64 %i, 1
   %groups = call i64 @groups(i64 %num)
@@ -391,21 +356,38 @@ done:
 }}"""
 
 
+def shorten(isa: PortableExponents, k: int) -> str:
+    """One level: ``num`` exponents to codes, padded to a multiple of 64 with the table's first exponent.
+
+    The escapes come to the front of the exponents and are counted.
+    """
+    return _level(
+        f"@shorten{k}(ptr %exponents, i64 %num, ptr noalias %codes, ptr %table, ptr %book, ptr %ahead)",
+        f"""
+  %common = load i8, ptr %table
+  %end = getelementptr i8, ptr %exponents, i64 %num
+  call void @llvm.memset.p0.i64(ptr %end, i8 %common, i64 {GROUP}, i1 false)
+{isa.encoder(k)}""",
+        f"""
+  %from = getelementptr {BYTES}, ptr %exponents, i64 %i
+  %e = load {BYTES}, ptr %from, align 64
+{isa.encode(k)}
+{isa.fours(k)}
+  %codes.to = getelementptr [{8 * k} x i8], ptr %codes, i64 %i
+{_store_codes(k)}
+{_escapes(k)}
+  %to = getelementptr i8, ptr %exponents, i64 %n
+{isa.gather()}""",
+    )
+
+
 def restore(isa: PortableExponents, k: int) -> str:
     """Undo ``shorten`` and return the escapes; of more than ``num_escapes`` the bytes mean nothing."""
-    return f"""
-define internal i64 @restore{k}(ptr noalias %codes, ptr noalias %source, i64 %num_escapes, i64 %num,
-                                ptr noalias %table, ptr noalias %exponents, ptr %ahead) noinline {{
-entry:
-  %none = icmp eq i64 %num, 0
-  br i1 %none, label %done, label %ready
-ready:
-{isa.decoder(k)}
-  br label %step
-step:
-  %i = phi i64 [0, %ready], [%i.next, %step]
-  %n = phi i64 [0, %ready], [%n.next, %step]
-{prefetch("%ahead", _LEVEL_AHEAD)}
+    return _level(
+        f"@restore{k}(ptr noalias %codes, ptr noalias %source, i64 %num_escapes, i64 %num, "
+        "ptr noalias %table, ptr noalias %exponents, ptr %ahead)",
+        isa.decoder(k),
+        f"""
   %codes.from = getelementptr [{8 * k} x i8], ptr %codes, i64 %i
 {_load_codes(k)}
 {isa.codes(k)}
@@ -414,16 +396,8 @@ step:
   %place = call i64 @llvm.umin.i64(i64 %n, i64 %num_escapes)
   %from = getelementptr i8, ptr %source, i64 %place
   %to = getelementptr {BYTES}, ptr %exponents, i64 %i
-{isa.spread()}
-  %n.next = add i64 %n, %ones
-  %i.next = add i64 %i, 1
-  %groups = call i64 @groups(i64 %num)
-  %all = icmp eq i64 %i.next, %groups
-  br i1 %all, label %done, label %step, !llvm.loop !1
-done:
-  %found = phi i64 [0, %entry], [%n.next, %step]
-  ret i64 %found
-}}"""
+{isa.spread()}""",
+    )
 
 
 def _escapes(k: int) -> str:
@@ -554,6 +528,12 @@ BLOCK_TAIL_BYTES = 8 + max(sum(plan[1:]) for plan in PLANS) * BLOCK // 8 + BLOCK
 _GROUPS = BLOCK // GROUP
 _SCRATCH = f"[{BLOCK + GROUP} x i8]"  # exponents of a block, and what a step writes or reads behind them
 
+# Of the block that begins at group %first: its groups and exponents, and the group behind it.
+_HERE = f"""  %left = sub i64 %groups, %first
+  %here = call i64 @llvm.umin.i64(i64 %left, i64 {_GROUPS})
+  %last = add i64 %first, %here
+  %num = mul i64 %here, {GROUP}"""
+
 
 def _pack(isa: PortableExponents, bits: int, plan: tuple[int, ...], *, stream: bool) -> str:
     rest, s, name = GROUP * (bits // 8 - 1), "s" if stream else "", plan_name(plan)
@@ -570,12 +550,9 @@ block:
   %first = phi i64 [0, %entry], [%last, %go]
   %begin = phi i64 [%start, %entry], [%end, %go]
   %fits = icmp ule i64 %begin, %limit
-  br i1 %fits, label %go, label %bad
+  br i1 %fits, label %go, label %done
 go:
-  %left = sub i64 %groups, %first
-  %here = call i64 @llvm.umin.i64(i64 %left, i64 {_GROUPS})
-  %last = add i64 %first, %here
-  %num = mul i64 %here, {GROUP}
+{_HERE}
   %words.at = getelementptr [{GROUP} x i{bits}], ptr %words, i64 %first
   %words.ahead = getelementptr [{BLOCK} x i{bits}], ptr %words.at, i64 1
   %codes.at = getelementptr [{8 * plan[0]} x i8], ptr %codes, i64 %first
@@ -591,11 +568,9 @@ go:
   %all = icmp eq i64 %last, %groups
   br i1 %all, label %done, label %block
 done:
-  {_fence(stream)}
-  ret i64 %end
-bad:
-  {_fence(stream)}
-  ret i64 -1
+  %result = phi i64 [%end, %go], [-1, %block]
+  {"fence seq_cst" if stream else ""}
+  ret i64 %result
 }}"""
 
 
@@ -621,35 +596,26 @@ block:
   %enough = icmp uge i64 %size, 8
   %inside = and i1 %ascends, %ends
   %sound = and i1 %inside, %enough
-  br i1 %sound, label %go, label %bad
+  br i1 %sound, label %go, label %done
 go:
-  %left = sub i64 %groups, %first
-  %here = call i64 @llvm.umin.i64(i64 %left, i64 {_GROUPS})
-  %last = add i64 %first, %here
-  %num = mul i64 %here, {GROUP}
+{_HERE}
   %codes.at = getelementptr [{8 * plan[0]} x i8], ptr %codes, i64 %first
   %remainders.at = getelementptr [{rest} x i8], ptr %remainders, i64 %first
   %tail.at = getelementptr i8, ptr %tail, i64 %begin
   %out.at = getelementptr [{GROUP} x i{bits}], ptr %out, i64 %first
   %agrees = call i1 @restore_block{name}(ptr %codes.at, ptr %tail.at, i64 %size, i64 %num, ptr %tables,
                                       ptr %other, ptr %exponents, ptr %remainders.at)
-  br i1 %agrees, label %right, label %bad
+  br i1 %agrees, label %right, label %done
 right:
   call void @join{bits}{s}(ptr %exponents, ptr %remainders.at, i64 %here, ptr %out.at)
   %b.next = add i64 %b, 1
   %all = icmp eq i64 %last, %groups
   br i1 %all, label %done, label %block
 done:
-  {_fence(stream)}
-  ret i64 %end
-bad:
-  {_fence(stream)}
-  ret i64 -1
+  %result = phi i64 [%end, %right], [-1, %block], [-1, %go]
+  {"fence seq_cst" if stream else ""}
+  ret i64 %result
 }}"""
-
-
-def _fence(stream: bool) -> str:
-    return "call void @llvm.x86.sse.sfence()" if stream else ""
 
 
 _SHARED = """
@@ -674,27 +640,15 @@ define internal i64 @groups(i64 %num) {
 }"""
 
 
-def module(isa: PortableExponents) -> tuple[str, dict[str, tuple[str, int]]]:
-    """Return the text of all kernels of an instruction set; of each the symbol and the number of arguments.
-
-    ``packs`` and ``unpacks`` are ``pack`` and ``unpack`` where nothing stores past the cache.
-    """
-    text, functions = [_SHARED, isa.shared()], dict[str, tuple[str, int]]()
-    if isa.streams:
-        text.append("declare void @llvm.x86.sse.sfence()")
+def module(isa: PortableExponents) -> str:
+    """Return the text of all kernels of an instruction set."""
+    text = [_SHARED, isa.shared(), *map(count, WORD_BITS)]
     for k in sorted({k for plan in PLANS for k in plan}):
         text += [shorten(isa, k), restore(isa, k)]
     for plan in PLANS:
         text += [shorten_block(isa, plan), restore_block(plan)]
-    for bits in WORD_BITS:
-        text.append(count(bits))
-        functions[f"count{bits}"] = f"count{bits}", 4
     for bits, stream in product(WORD_BITS, (False, True)):
-        if isa.streams or not stream:
-            text += [split(bits, stream=stream), join(bits, stream=stream)]
-            for plan in PLANS:
-                text += [_pack(isa, bits, plan, stream=stream), _unpack(bits, plan, stream=stream)]
-        for verb, plan in product(("pack", "unpack"), PLANS):
-            symbol = kernel_name(verb, bits, plan, stream=stream and isa.streams)
-            functions[kernel_name(verb, bits, plan, stream=stream)] = symbol, 9
-    return "\n".join(text), functions
+        text += [split(bits, stream=stream), join(bits, stream=stream)]
+        for plan in PLANS:
+            text += [_pack(isa, bits, plan, stream=stream), _unpack(bits, plan, stream=stream)]
+    return "\n".join(text)

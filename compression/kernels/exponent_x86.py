@@ -24,7 +24,6 @@ class Avx2Exponents(PortableExponents):
     """To decode is to shuffle a table, and so is moving the escapes among eight bytes."""
 
     name = "avx2"
-    streams = True
 
     def shared(self) -> str:
         """Shuffles, and their orders for every mask of eight bits."""
@@ -84,11 +83,9 @@ class Avx512Exponents(PortableExponents):
     """A table of 256 bytes is two shuffles, and escapes are compressed in a register."""
 
     name = "avx512"
-    streams = True
     book_bytes = _BOOK
 
     def shared(self) -> str:
-        """Shuffles, sums, compress and expand."""
         name = "@llvm.x86.avx512"
         return f"""
 declare {BYTES} {name}.vpermi2var.qi.512({BYTES}, {BYTES}, {BYTES})
@@ -117,7 +114,6 @@ declare {BYTES} {name}.mask.expand.v64i8({BYTES}, {BYTES}, {BOOLS})"""
         return text
 
     def encoder(self, k: int) -> str:
-        """The book in four registers."""
         text = ""
         for j in range(4):
             text += f"""
@@ -165,7 +161,6 @@ declare {BYTES} {name}.mask.expand.v64i8({BYTES}, {BYTES}, {BOOLS})"""
   store {BYTES} %gathered, ptr %to, align 1"""
 
     def spread(self) -> str:
-        """Likewise."""
         name = "@llvm.x86.avx512.mask.expand.v64i8"
         return f"""
   %next = load {BYTES}, ptr %from, align 1

@@ -10,7 +10,7 @@ import ctypes
 import platform
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
@@ -34,16 +34,15 @@ class Kernels(NamedTuple):
     engine: Any  # owns the machine code: without it the callables dangle
 
 
-SOURCES: dict[str, Callable[[str], tuple[str, Mapping[str, tuple[str, int]]]]] = {
+SOURCES: dict[str, Callable[[str], str]] = {
     "zero_value": zero_value_ir.module,
     "exponent": lambda isa: exponent_ir.module(exponent_x86.STEPS[isa]()),
     "narrow": lambda _: narrow_ir.module(),
     "byte_plane": lambda _: planes_ir.module(),
 }
-"""By codec and instruction set, the text of a module, and its functions: symbol and number of arguments."""
+"""By codec, the text of a module for an instruction set; all that is not internal in it is a kernel."""
 
 _lock = threading.Lock()
-_built: dict[tuple[str, str], Kernels] = {}
 
 
 @lru_cache(maxsize=1)
@@ -66,12 +65,10 @@ def kernels(source: str, isa: str | None = None) -> Kernels:
         CodecError: This machine has no such instruction set.
     """
     with _lock:
-        isa = isa or host_isas()[0]
-        if (source, isa) not in _built:
-            _built[source, isa] = _build(source, isa)
-        return _built[source, isa]
+        return _build(source, isa or host_isas()[0])
 
 
+@cache
 def _build(source: str, isa: str) -> Kernels:
     if isa not in host_isas():
         known = ", ".join(host_isas())
@@ -86,19 +83,24 @@ def _build(source: str, isa: str) -> Kernels:
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
     # 2. The text, verified and optimised.
-    text, functions = SOURCES[source](isa)
-    module = llvm.parse_assembly(text)
+    module = llvm.parse_assembly(SOURCES[source](isa))
     module.verify()
+    num_arguments = {function.name: len([*function.arguments]) for function in exported(module)}
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
     passes.getModulePassManager().run(module, passes)
     # 3. The machine code, and its functions as callables.
     jit, library = llvm.create_lljit_compiler(machine), llvm.JITLibraryBuilder().add_ir(module)
-    for symbol in dict.fromkeys(symbol for symbol, _ in functions.values()):
-        library = library.export_symbol(symbol)
-    tracker = library.add_current_process().link(jit, f"{source}_{isa}")
-    word = ctypes.c_int64
+    for name in num_arguments:
+        library = library.export_symbol(name)
+    tracker, word = library.add_current_process().link(jit, f"{source}_{isa}"), ctypes.c_int64
     call = {
-        name: ctypes.CFUNCTYPE(word, *[word] * num_arguments)(tracker[symbol])
-        for name, (symbol, num_arguments) in functions.items()
+        name: ctypes.CFUNCTYPE(word, *[word] * count)(tracker[name]) for name, count in num_arguments.items()
     }
     return Kernels(isa, call, (jit, tracker))
+
+
+def exported(module: llvm.ModuleRef) -> list[llvm.ValueRef]:
+    """The functions of a module that others can call."""
+    return [
+        one for one in module.functions if not one.is_declaration and one.linkage is llvm.Linkage.external
+    ]

@@ -25,7 +25,6 @@ _UNROLL = 4
 
 
 def _splat(name: str, value: str, bits: int) -> str:
-    """``%name``: the i64 ``value`` in every lane."""
     vector = f"<{512 // bits} x i{bits}>"
     word = value if bits == 64 else f"%{name}.word"
     cut = "" if bits == 64 else f"  {word} = trunc i64 {value} to i{bits}\n"
@@ -159,12 +158,9 @@ done:
 }}"""
 
 
-def module() -> tuple[str, dict[str, tuple[str, int]]]:
-    """Return the text of all kernels; of each the symbol and the number of arguments."""
-    loops, functions = ["declare i64 @llvm.umin.i64(i64, i64)"], {}
+def module() -> str:
+    loops = ["declare i64 @llvm.umin.i64(i64, i64)"]
     for bits in BITS:
         loops += [_range(bits), _pack(bits), _unpack(bits, stream=False), _unpack(bits, stream=True)]
-        counts = {"range": 4, "pack": 5, "unpack": 6, "stream": 6}
-        functions |= {f"{verb}{bits}": (f"{verb}{bits}", count) for verb, count in counts.items()}
     unrolled = f'!1 = distinct !{{!1, !2}}\n!2 = !{{!"llvm.loop.unroll.count", i32 {_UNROLL}}}'
-    return "\n".join([*loops, "!0 = !{i32 1}", unrolled]), functions
+    return "\n".join([*loops, "!0 = !{i32 1}", unrolled])

@@ -76,7 +76,6 @@ def _join(t: str, bits: int, lanes: int) -> str:
 
 
 def _function(verb: str, bits: int) -> str:
-    """Vectors of 64 words, then word by word."""
     body = _split if verb == "split" else _join
     first, last = ("words.at", "planes") if verb == "split" else ("planes", "words.at")
     at = "\n".join(
@@ -100,8 +99,6 @@ done:
 }}"""
 
 
-def module() -> tuple[str, dict[str, tuple[str, int]]]:
-    """Return the text of all kernels; of each the symbol and the number of arguments."""
-    kinds = [(verb, bits) for verb in ("split", "join") for bits in BITS]
-    functions = {f"{verb}{bits}": (f"{verb}{bits}", 4) for verb, bits in kinds}
-    return "\n".join(_function(*kind) for kind in kinds), functions
+def module() -> str:
+    """Return the text of all kernels."""
+    return "\n".join(_function(verb, bits) for verb in ("split", "join") for bits in BITS)

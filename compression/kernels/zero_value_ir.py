@@ -22,57 +22,86 @@ Source: Rhu et al., Compressing DMA Engine, HPCA 2018, section 4 (zero-value com
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from ..frame import BLOCK
 
 
-class InstructionSet(Protocol):
-    """One way to run a step of ``lanes`` words of ``bits`` bits."""
+class Portable:
+    """Eight words a step, one by one without a branch: any little-endian CPU that LLVM knows.
 
-    name: str
-    streams: bool  # has stores past the cache
-    unroll: int
-    bits: int
-    lanes: int
+    The other instruction sets run steps of ``lanes`` words their own way.
+    """
 
-    def __init__(self, bits: int) -> None: ...
+    name = "portable"
+    unroll = 1
+    lanes = 8
+
+    def __init__(self, bits: int) -> None:
+        self.bits, self.vector = bits, f"<{self.lanes} x i{bits}>"
 
     def globals(self) -> list[str]:
         """The intrinsics that its steps call, and their tables."""
-        ...
+        return []
 
     def pack_step(self, *, masked: bool) -> str:
         """Words from %plain to %packed: those at the bits of %mask, or those not zero, which define %mask.
 
         Defines %next: the number of values %k and those of this step. May write 64 bytes from %packed on.
         """
-        ...
+        # Every word is stored, and the place moves on only if its bit is set. Volatile, or LLVM takes the
+        # words out of the register that was compared, which is slower.
+        word, v = f"i{self.bits}", self.vector
+        test = f"""
+  %x = load {v}, ptr %plain, align 1
+  %set = icmp ne {v} %x, zeroinitializer
+  %mask = bitcast <8 x i1> %set to i8"""
+        text = ("" if masked else test) + "\n  %m = zext i8 %mask to i64\n  %n0 = add i64 0, 0"
+        for j in range(8):
+            text += f"""
+  %plain{j} = getelementptr {word}, ptr %plain, i64 {j}
+  %x{j} = load volatile {word}, ptr %plain{j}, align 1
+  %packed{j} = getelementptr {word}, ptr %packed, i64 %n{j}
+  store {word} %x{j}, ptr %packed{j}, align 1
+  %bit{j} = lshr i64 %m, {j}
+  %one{j} = and i64 %bit{j}, 1
+  %n{j + 1} = add i64 %n{j}, %one{j}"""
+        return text + "\n  %next = add i64 %k, %n8"
 
     def unpack_step(self, *, stream: bool) -> str:
         """Values from %packed by %mask to %plain; defines %next. May read a value for every lane."""
-        ...
+        # The next value is read for every word and cleared where there is no bit; a choice would jump.
+        word = f"i{self.bits}"
+        text = "  %m = zext i8 %mask to i64\n  %n0 = add i64 0, 0"
+        for j in range(8):
+            narrow = f"trunc i64 %one{j} to {word}" if self.bits < 64 else f"or i64 %one{j}, 0"
+            text += f"""
+  %bit{j} = lshr i64 %m, {j}
+  %one{j} = and i64 %bit{j}, 1
+  %narrow{j} = {narrow}
+  %wide{j} = sub {word} 0, %narrow{j}
+  %packed{j} = getelementptr {word}, ptr %packed, i64 %n{j}
+  %x{j} = load {word}, ptr %packed{j}, align 1
+  %y{j} = and {word} %x{j}, %wide{j}
+  %plain{j} = getelementptr {word}, ptr %plain, i64 {j}
+  store {word} %y{j}, ptr %plain{j}, {place(self.bits // 8, stream=stream)}
+  %n{j + 1} = add i64 %n{j}, %one{j}"""
+        return text + "\n  %next = add i64 %k, %n8"
 
 
-class Avx512:
+class Avx512(Portable):
     """A 512-bit register a step, compressed in the register: to memory it is microcoded on Zen 4."""
 
     name = "avx512"
-    streams = True
     unroll = 4
 
     def __init__(self, bits: int) -> None:
-        self.bits, self.lanes = bits, 512 // bits
-        self.vector, self.bools = f"<{self.lanes} x i{bits}>", f"<{self.lanes} x i1>"
-        self.shape = f"v{self.lanes}i{bits}"
+        self.lanes = 512 // bits
+        super().__init__(bits)
+        self.bools, self.shape = f"<{self.lanes} x i1>", f"v{self.lanes}i{bits}"
 
     def globals(self) -> list[str]:
-        """Compress and expand."""
-        vector, bools = self.vector, self.bools
-        return [
-            f"declare {vector} @llvm.x86.avx512.mask.{verb}.{self.shape}({vector}, {vector}, {bools})"
-            for verb in ("compress", "expand")
-        ]
+        v, b, name = self.vector, self.bools, "@llvm.x86.avx512.mask"
+        return [f"declare {v} {name}.{verb}.{self.shape}({v}, {v}, {b})" for verb in ("compress", "expand")]
 
     def pack_step(self, *, masked: bool) -> str:
         """The full register is stored, hence the slack behind the values."""
@@ -87,7 +116,6 @@ class Avx512:
   %next = add i64 %k, %ones"""
 
     def unpack_step(self, *, stream: bool) -> str:
-        """A register is loaded and expanded."""
         v, b, m = self.vector, self.bools, f"i{self.lanes}"
         return f"""
   %set = bitcast {m} %mask to {b}
@@ -96,68 +124,6 @@ class Avx512:
   store {v} %y, ptr %plain, {place(64, stream=stream)}
 {count("mask", self.lanes, "ones")}
   %next = add i64 %k, %ones"""
-
-
-class Portable:
-    """Eight words a step, one by one without a branch: any little-endian CPU that LLVM knows."""
-
-    name = "portable"
-    streams = False
-    unroll = 1
-    lanes = 8
-
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
-
-    def globals(self) -> list[str]:
-        """None."""
-        return []
-
-    def pack_step(self, *, masked: bool) -> str:
-        """Every word is stored, and the place moves on only if its bit is set.
-
-        Volatile, or LLVM takes the words out of the register that was compared, which is slower.
-        """
-        word, vector = f"i{self.bits}", f"<8 x i{self.bits}>"
-        text = (
-            ""
-            if masked
-            else f"""
-  %x = load {vector}, ptr %plain, align 1
-  %set = icmp ne {vector} %x, zeroinitializer
-  %mask = bitcast <8 x i1> %set to i8"""
-        )
-        text += "\n  %m = zext i8 %mask to i64\n  %n0 = add i64 0, 0"
-        for j in range(8):
-            text += f"""
-  %plain{j} = getelementptr {word}, ptr %plain, i64 {j}
-  %x{j} = load volatile {word}, ptr %plain{j}, align 1
-  %packed{j} = getelementptr {word}, ptr %packed, i64 %n{j}
-  store {word} %x{j}, ptr %packed{j}, align 1
-  %bit{j} = lshr i64 %m, {j}
-  %one{j} = and i64 %bit{j}, 1
-  %n{j + 1} = add i64 %n{j}, %one{j}"""
-        return text + "\n  %next = add i64 %k, %n8"
-
-    def unpack_step(self, *, stream: bool) -> str:
-        """The next value is read for every word and cleared where there is no bit; a choice would jump."""
-        assert not stream, "these stores go through the cache"
-        word = f"i{self.bits}"
-        text = "  %m = zext i8 %mask to i64\n  %n0 = add i64 0, 0"
-        for j in range(8):
-            narrow = f"trunc i64 %one{j} to {word}" if self.bits < 64 else f"or i64 %one{j}, 0"
-            text += f"""
-  %bit{j} = lshr i64 %m, {j}
-  %one{j} = and i64 %bit{j}, 1
-  %narrow{j} = {narrow}
-  %wide{j} = sub {word} 0, %narrow{j}
-  %packed{j} = getelementptr {word}, ptr %packed, i64 %n{j}
-  %x{j} = load {word}, ptr %packed{j}, align 1
-  %y{j} = and {word} %x{j}, %wide{j}
-  %plain{j} = getelementptr {word}, ptr %plain, i64 {j}
-  store {word} %y{j}, ptr %plain{j}, align 1
-  %n{j + 1} = add i64 %n{j}, %one{j}"""
-        return text + "\n  %next = add i64 %k, %n8"
 
 
 def count(mask: str, lanes: int, ones: str) -> str:
@@ -181,22 +147,19 @@ _HALVES = f"""  %low.mask = and i8 %mask, 15
 {_COUNTED}"""
 
 
-class Avx2:
+class Avx2(Portable):
     """Words of 8 and 16 bits move by vpshufb, those of 32 and 64 by vpermd, the latter four at a time."""
 
     name = "avx2"
-    streams = True
     unroll = 2
-    lanes = 8
 
     def __init__(self, bits: int) -> None:
-        self.bits, self.vector = bits, f"<8 x i{bits}>"
+        super().__init__(bits)
         # A row of a table: so many lanes, and the indices of each: of its bytes, or of its 32-bit words.
         self.row_lanes, self.per_lane = {8: (8, 1), 16: (8, 2), 32: (8, 1), 64: (4, 2)}[bits]
         self.row = self.row_lanes * self.per_lane  # bytes
 
     def globals(self) -> list[str]:
-        """The permutations, and how to permute."""
         masks = range(1 << self.row_lanes)
         tables = [
             _table(f"compress{self.bits}", [self._indices(self._compressed(mask)) for mask in masks]),
@@ -207,12 +170,10 @@ class Avx2:
         return [*tables, "declare <8 x i32> @llvm.x86.avx2.permd(<8 x i32>, <8 x i32>)"]
 
     def _compressed(self, mask: int) -> list[int | None]:
-        """Return the lane that goes to each place."""
         kept: list[int | None] = [lane for lane in range(self.row_lanes) if mask >> lane & 1]
         return kept + [None] * (self.row_lanes - len(kept))
 
     def _expanded(self, mask: int) -> list[int | None]:
-        """Return the value that goes to each lane."""
         below = [(mask & ((1 << lane) - 1)).bit_count() for lane in range(self.row_lanes)]
         return [below[lane] if mask >> lane & 1 else None for lane in range(self.row_lanes)]
 
@@ -304,12 +265,10 @@ _AHEAD = 2048  # bytes to prefetch ahead: the hardware does not follow the value
 
 
 def copy(target: str, source: str, num_bytes: str) -> str:
-    """Copy ``num_bytes``."""
     return f"call void @llvm.memcpy.p0.p0.i64(ptr %{target}, ptr %{source}, i64 %{num_bytes}, i1 false)"
 
 
 def clear(target: str, num_bytes: int) -> str:
-    """Write ``num_bytes`` zeros."""
     return f"call void @llvm.memset.p0.i64(ptr %{target}, i8 0, i64 {num_bytes}, i1 false)"
 
 
@@ -341,7 +300,7 @@ NEXT_BLOCK = f"""right:
   br i1 %more, label %block, label %done"""
 
 
-def steps(isa: InstructionSet, body: str, *, start: str, values: str, ahead: str) -> str:
+def steps(isa: Portable, body: str, *, start: str, values: str, ahead: str) -> str:
     """The steps of a block, entered from %run and left to %ended with %next values."""
     return f"""step:
   %i = phi i64 [0, %run], [%i.next, %step]
@@ -366,32 +325,17 @@ _SHARED = [
 ]
 
 
-def _pack(isa: InstructionSet) -> str:
+def _pack(isa: Portable, *, masked: bool) -> str:
     bits, mask = isa.bits, f"i{isa.lanes}"
-    body = f"{isa.pack_step(masked=False)}\n  store {mask} %mask, ptr %mask.at, align 1"
-    return f"""
-define i64 @pack{bits}(ptr noalias %source, i64 %words, ptr noalias %bitmap, ptr noalias %offsets,
-                       ptr noalias %values, i64 %start) {{
-entry:
-  %room = alloca [{BLOCK} x i{bits}], align 64
-  %bitmap.room = alloca [{BITMAP} x i8], align 64
-  br label %block
-block:
-  %k.block = phi i64 [%start, %entry], [%next, %right]{BEGIN_BLOCK}
-  %source.block = getelementptr i{bits}, ptr %source, i64 %word
-  br i1 %whole, label %run, label %partial
-partial:
-  %num.bytes = mul i64 %left, {bits // 8}
-  {clear("room", BLOCK * bits // 8)}
-  {copy("room", "source.block", "num.bytes")}
-  br label %run
-run:
-  %plain.at = phi ptr [%source.block, %block], [%room, %partial]
-  %bitmap.at = phi ptr [%bitmap.block, %block], [%bitmap.room, %partial]
-  br label %step
-{steps(isa, body, start="%k.block", values="%values", ahead="%plain")}
-ended:
-  %offset = getelementptr i64, ptr %offsets, i64 %b
+    if masked:
+        head = f"@packm{bits}(ptr noalias %source, i64 %words, ptr noalias %bitmap"
+        body = f"  %mask = load {mask}, ptr %mask.at, align 1\n{isa.pack_step(masked=True)}"
+        partial, sound, ended = LAST_BITMAP, "i1 %clean", "  br label %right"
+    else:
+        head = f"@pack{bits}(ptr noalias %source, i64 %words, ptr noalias %bitmap, ptr noalias %offsets"
+        body = f"{isa.pack_step(masked=False)}\n  store {mask} %mask, ptr %mask.at, align 1"
+        partial, sound = f"\n  {clear('room', BLOCK * bits // 8)}", "i1 true"
+        ended = f"""  %offset = getelementptr i64, ptr %offsets, i64 %b
   store i64 %next, ptr %offset, align 1
   br i1 %whole, label %right, label %last
 last:
@@ -399,19 +343,9 @@ last:
   %left.lines = lshr i64 %left.up, 9
   %left.bytes = shl i64 %left.lines, 6
   {copy("bitmap.block", "bitmap.room", "left.bytes")}
-  br label %right
-{NEXT_BLOCK}
-done:
-  ret i64 %next
-}}"""
-
-
-def _pack_masked(isa: InstructionSet) -> str:
-    bits, mask = isa.bits, f"i{isa.lanes}"
-    body = f"  %mask = load {mask}, ptr %mask.at, align 1\n{isa.pack_step(masked=True)}"
+  br label %right"""
     return f"""
-define i64 @packm{bits}(ptr noalias %source, i64 %words, ptr noalias %bitmap, ptr noalias %values,
-                        i64 %start) {{
+define i64 {head}, ptr noalias %values, i64 %start) {{
 entry:
   %room = alloca [{BLOCK} x i{bits}], align 64
   %bitmap.room = alloca [{BITMAP} x i8], align 64
@@ -420,32 +354,30 @@ block:
   %k.block = phi i64 [%start, %entry], [%next, %right]{BEGIN_BLOCK}
   %source.block = getelementptr i{bits}, ptr %source, i64 %word
   br i1 %whole, label %run, label %partial
-partial:{LAST_BITMAP}
+partial:{partial}
   %num.bytes = mul i64 %left, {bits // 8}
   {copy("room", "source.block", "num.bytes")}
-  br i1 %clean, label %run, label %bad
+  br {sound}, label %run, label %done
 run:
   %plain.at = phi ptr [%source.block, %block], [%room, %partial]
   %bitmap.at = phi ptr [%bitmap.block, %block], [%bitmap.room, %partial]
   br label %step
 {steps(isa, body, start="%k.block", values="%values", ahead="%plain")}
 ended:
-  br label %right
+{ended}
 {NEXT_BLOCK}
 done:
-  ret i64 %next
-bad:
-  ret i64 -1
+  %result = phi i64 [%next, %right], [-1, %partial]
+  ret i64 %result
 }}"""
 
 
-def _unpack(isa: InstructionSet, *, stream: bool) -> str:
+def _unpack(isa: Portable, *, stream: bool) -> str:
     """A block reads in place if 4,096 values more would still be there, else from a copy of its own values.
 
     So a step may load whole vectors, whatever bitmap and offsets say.
     """
     name, bits, lanes = "stream" if stream else "unpack", isa.bits, isa.lanes
-    fence = "call void @llvm.x86.sse.sfence()" if stream else ""
     body = f"  %mask = load i{lanes}, ptr %mask.at, align 1\n{isa.unpack_step(stream=stream)}"
     return f"""
 define i64 @{name}{bits}(ptr noalias %bitmap, ptr noalias %offsets, ptr noalias %values, i64 %start,
@@ -460,7 +392,7 @@ block:
   %out.block = getelementptr i{bits}, ptr %out, i64 %word
   br i1 %whole, label %check, label %partial
 partial:{LAST_BITMAP}
-  br i1 %clean, label %check, label %bad
+  br i1 %clean, label %check, label %done
 check:
   %bitmap.at = phi ptr [%bitmap.block, %block], [%bitmap.room, %partial]
   %plain.at = phi ptr [%out.block, %block], [%out.room, %partial]
@@ -470,7 +402,7 @@ check:
   %ascends = icmp ule i64 %num, {BLOCK}
   %ends = icmp ule i64 %k.end, %count
   %sound = and i1 %ascends, %ends
-  br i1 %sound, label %choose, label %bad
+  br i1 %sound, label %choose, label %done
 choose:
   %values.block = getelementptr i{bits}, ptr %values, i64 %k.block
   %k.most = add i64 %k.block, {BLOCK}
@@ -486,7 +418,7 @@ run:
 {steps(isa, body, start="0", values="%values.at", ahead="%packed")}
 ended:
   %agrees = icmp eq i64 %next, %num
-  br i1 %agrees, label %hand, label %bad
+  br i1 %agrees, label %hand, label %done
 hand:
   br i1 %whole, label %right, label %last
 last:
@@ -495,11 +427,9 @@ last:
   br label %right
 {NEXT_BLOCK}
 done:
-  {fence}
-  ret i64 %k.end
-bad:
-  {fence}
-  ret i64 -1
+  %result = phi i64 [%k.end, %right], [-1, %partial], [-1, %check], [-1, %ended]
+  {"fence seq_cst" if stream else ""}
+  ret i64 %result
 }}"""
 
 
@@ -534,25 +464,15 @@ done:
 }"""
 
 
-def module(name: str) -> tuple[str, dict[str, tuple[str, int]]]:
-    """Return the text of all kernels of an instruction set; of each the symbol and the number of arguments.
-
-    ``stream`` is ``unpack`` where nothing stores past the cache.
-    """
-    isa = STEPS[name]
-    loops, functions, shared = [_CHECKSUM], {"checksum": ("checksum", 2)}, list(_SHARED)
-    if isa.streams:
-        shared.append("declare void @llvm.x86.sse.sfence()")
-    for kind in map(isa, (8, 16, 32, 64)):
-        shared += kind.globals()
-        loops += [_pack(kind), _pack_masked(kind), _unpack(kind, stream=False)]
-        if isa.streams:
-            loops.append(_unpack(kind, stream=True))
-        for verb, count in (("pack", 6), ("packm", 5), ("unpack", 7), ("stream", 7)):
-            symbol = "unpack" if verb == "stream" and not isa.streams else verb
-            functions[f"{verb}{kind.bits}"] = f"{symbol}{kind.bits}", count
-    unrolled = f'!1 = distinct !{{!1, !2}}\n!2 = !{{!"llvm.loop.unroll.count", i32 {isa.unroll}}}'
-    return "\n".join([*dict.fromkeys(shared), *loops, "!0 = !{i32 1}", unrolled]), functions
+STEPS: dict[str, type[Portable]] = {kind.name: kind for kind in (Avx512, Avx2, Portable)}
 
 
-STEPS: dict[str, type[InstructionSet]] = {kind.name: kind for kind in (Avx512, Avx2, Portable)}
+def module(name: str) -> str:
+    """Return the text of all kernels of an instruction set."""
+    loops, shared = [_CHECKSUM], list(_SHARED)
+    for isa in map(STEPS[name], (8, 16, 32, 64)):
+        shared += isa.globals()
+        loops += [_pack(isa, masked=False), _pack(isa, masked=True)]
+        loops += [_unpack(isa, stream=False), _unpack(isa, stream=True)]
+    unrolled = f'!1 = distinct !{{!1, !2}}\n!2 = !{{!"llvm.loop.unroll.count", i32 {STEPS[name].unroll}}}'
+    return "\n".join([*dict.fromkeys(shared), *loops, "!0 = !{i32 1}", unrolled])
