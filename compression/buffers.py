@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 import sys
 import threading
@@ -109,7 +108,6 @@ class Pool:
     No lock is needed: whatever threads share is changed by one call of a list or dict, which is atomic."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._idle: dict[int, list[Tensor]] = {}
         self._lent: dict[int, int] = {}  # sizes by identity, which is one while the buffer lives
         self._sizes: list[int] = []
@@ -126,21 +124,19 @@ class Pool:
             buffer = self._idle[size].pop()
         except LookupError:
             buffer = self._larger(size)
-            if buffer is None:
-                buffer = self._new(size)
         self._lent[id(buffer)] = buffer.numel()
         return buffer
 
     def turn(self) -> None:
         """A step ended: what is taken from now on may repeat it."""
 
-    def _larger(self, size: int) -> Tensor | None:
-        """An idle buffer of up to twice the size: frames of one tensor are not always as long."""
+    def _larger(self, size: int) -> Tensor:
+        """An idle buffer of up to twice the size, since frames of one tensor differ; else a new one."""
         for other in sorted(list(self._idle)):
             if size < other <= 2 * size:
                 with contextlib.suppress(LookupError):
                     return self._idle[other].pop()
-        return None
+        return self._new(size)
 
     def give(self, buffer: Tensor) -> None:
         """Take back what ``take`` lent, itself and not a part of it."""
@@ -160,13 +156,13 @@ class Pool:
 class Frame:
     """A packed tensor in a lent buffer: the wire, the next stage and the store hold one and the same.
 
-    Made with one holder; the last ``release`` gives the buffer back to its pool.
+    The first ``num_bytes`` bytes of ``buffer``, which ``pool`` lent, are the frame (0: not read). The last
+    ``release`` gives the buffer back; there is one holder at first.
     """
 
     __slots__ = ("_holders", "buffer", "num_bytes", "pool")
 
     def __init__(self, buffer: Tensor, num_bytes: int, pool: Pool) -> None:
-        """Hold ``buffer``, lent by ``pool``, whose first ``num_bytes`` bytes are the frame (0: not read)."""
         self.buffer, self.num_bytes, self.pool = buffer, num_bytes, pool
         self._holders = [True]  # one entry each, the first True: whoever takes that out is the last
 
@@ -192,7 +188,6 @@ class Scratch(threading.local):
     """Memory of a thread for what lies between two steps of a codec; it grows and is never given back."""
 
     def __init__(self) -> None:
-        """Start without memory."""
         self._buffer = new_bytes(0)
 
     def buffer(self, num_bytes: int) -> Tensor:
@@ -207,7 +202,7 @@ class Scratch(threading.local):
         return self.buffer(num_bytes).data_ptr()
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def size_class(num_bytes: int) -> int:
     """``num_bytes`` rounded up to whole pages and to one of eight steps between two powers of two."""
     step = max(_PAGE, 1 << max(0, num_bytes.bit_length() - 4))

@@ -23,6 +23,7 @@ from .frame import (
     accounts,
     check_bytes,
     check_memory,
+    decoded_bytes,
     header_bytes,
     no_tensor,
     read_header,
@@ -72,7 +73,7 @@ def _new_tensor(
             codec.unpack(frame.data_ptr() + start, header.payload_bytes, out)
             return tensor
     bitmap = bitmap_for(header, mask) if header.flags & MASKED else None
-    needed = header.address + geo.span * geo.item_bytes
+    needed = decoded_bytes(header)
     storage, base = memory(needed) if buffer is None else lent(buffer, needed, geo.item_bytes)
     first = base + header.address
     words = None if geo.order == "dense" else new_bytes(geo.num_words * geo.word_bits // 8)
@@ -87,11 +88,9 @@ def _new_tensor(
         (flat if words is None else words).ne_(0)
     if words is not None:
         scatter(words, storage, first, geo)
-    if dtype.is_complex:  # torch.empty warns of the experimental ones, which the sender chose
-        tensor = torch.empty(0, dtype=torch.uint8).view(dtype)
-    else:
-        tensor = torch.empty(0, dtype=dtype)
-    return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
+    # torch.empty warns of the experimental complex ones, which the sender chose.
+    empty = torch.empty(0, dtype=torch.uint8 if dtype.is_complex else dtype).view(dtype)
+    return empty.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides)
 
 
 _kept = Scratch()
@@ -112,9 +111,7 @@ def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | N
     """
     codec_named(codec)
     if tensor is not None and not isinstance(tensor, Tensor):
-        raise CodecError(
-            f"a frame carries a tensor or None, found a {type(tensor).__name__}; convert it first"
-        )
+        raise CodecError(f"a frame carries a tensor or None, found a {type(tensor).__name__}; convert it")
     if tensor is not None and tensor.is_cuda:
         from .gpu import frames
 
@@ -154,12 +151,11 @@ def pack_into(
     if not pooled:
         check_memory(buffer)
     if tensor is None:
-        _check_room(buffer, header_bytes(0))
         return write_header(buffer, no_tensor())
     geo, dtype = _geometry_of(tensor), tensor.dtype
     chosen, start, needed = _layout(geo, codec)
-    if buffer.numel() < needed:
-        _check_room(buffer, needed)
+    if (found := buffer.numel()) < needed:
+        raise CodecError(f"this tensor needs a buffer of {needed} bytes, found {found}; ask buffer_bytes")
     if not in_memory(tensor, geo.span):  # where the kernels would read all the same
         found = f"a {type(tensor).__name__} of sizes {tuple(geo.sizes)} without it"
         raise CodecError(f"a frame carries a tensor in memory of its own, found {found}; pass a real tensor")
@@ -227,7 +223,6 @@ def decode_received(
 
 
 def _geometry_of(tensor: Tensor) -> Geometry:
-    """The geometry of a tensor that a frame can carry."""
     plain = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
     if not plain or tensor.dtype not in DTYPE_NUMBERS:
         found = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
@@ -241,9 +236,3 @@ def _layout(geo: Geometry, codec: str) -> tuple[Codec, int, int]:
     chosen, start = codec_named(codec), header_bytes(len(geo.sizes))
     num_stored = geo.num_stored if geo.travels else geo.num_elements
     return chosen, start, start + chosen.max_bytes(num_stored * geo.words_per_item, geo.word_bits)
-
-
-def _check_room(buffer: Tensor, needed: int) -> None:
-    if buffer.numel() < needed:
-        found = buffer.numel()
-        raise CodecError(f"this tensor needs a buffer of {needed} bytes, found {found}; ask buffer_bytes")

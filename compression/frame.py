@@ -23,7 +23,6 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -84,8 +83,7 @@ class Header(NamedTuple):
         return geometry(self.sizes, self.strides, self.dtype.itemsize)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sections:
+class Sections(NamedTuple):
     """Starts of the parts of a zero_value payload, in bytes."""
 
     num_blocks: int
@@ -130,7 +128,7 @@ def sections(num_words: int) -> Sections:
     """Return the starts of the offsets and values of ``num_words`` packed words."""
     num_blocks = -(-num_words // BLOCK)
     offsets = aligned(-(-num_words // 8))
-    return Sections(num_blocks=num_blocks, offsets=offsets, values=offsets + aligned(8 * num_blocks))
+    return Sections(num_blocks, offsets, offsets + aligned(8 * num_blocks))
 
 
 def no_tensor() -> Header:
@@ -140,18 +138,13 @@ def no_tensor() -> Header:
 
 def check_memory(buffer: Tensor) -> None:
     """Raise CodecError unless ``buffer`` is a 1-D uint8 tensor without gaps on the CPU."""
+    rule = "a frame or buffer is a contiguous 1-D uint8 tensor on the CPU, with memory of its own"
     if not isinstance(buffer, Tensor):
-        raise CodecError(
-            f"a frame or buffer is a tensor of bytes, found a {type(buffer).__name__}; convert it"
-        )
+        raise CodecError(f"{rule}, found a {type(buffer).__name__}; convert it")
     plain = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_cpu and buffer.is_contiguous()
-    if plain and in_memory(buffer, buffer.numel()):
-        return
-    if plain:
-        found = f"a {type(buffer).__name__} without it"
-        raise CodecError(f"a frame or buffer has memory of its own, found {found}; pass a real tensor")
-    found = f"{buffer.dim()} dimensions of {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
-    raise CodecError(f"a frame or buffer is a contiguous 1-D uint8 tensor on the CPU, found {found}; move it")
+    if not plain or not in_memory(buffer, buffer.numel()):
+        found = f"{buffer.dtype} on {buffer.device}, sizes {tuple(buffer.shape)}, strides {buffer.stride()}"
+        raise CodecError(f"{rule}, found a {type(buffer).__name__} of {found}; pass a real tensor")
 
 
 @lru_cache(maxsize=256)

@@ -191,18 +191,16 @@ def in_order(tensor: Tensor, geo: Geometry, *, words: bool = False) -> tuple[Ten
         words: Return a dense tensor, too, as words; else as it is.
 
     Returns:
-        A tensor whose memory begins with the words; the geometry that its frame gives back, and the address
-        mod 64.
+        A tensor whose memory begins with the words, the geometry of its frame, and the address mod 64.
     """
     address = tensor.data_ptr() % ALIGNMENT
     address = 0 if address % geo.item_bytes else address
-    order = geo
+    back = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
     if tensor.is_conj() or tensor.is_neg():
-        tensor = resolved(tensor, geo)
-        order = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
-    if words or order.order != "dense":
-        tensor = gather(tensor, order)
-    return tensor, geo if geo.travels else contiguous(geo.sizes, geo.item_bytes), address
+        tensor, geo = resolved(tensor, geo), back
+    if words or geo.order != "dense":
+        tensor = gather(tensor, geo)
+    return tensor, back, address
 
 
 def scatter(words: Tensor, storage: torch.UntypedStorage, first_byte: int, geo: Geometry) -> None:
