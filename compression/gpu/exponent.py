@@ -4,7 +4,6 @@ The plan depends on the data, so it is chosen on the device too, and what it dec
 all, is a number there and no constant of a kernel. Exponents are ranked once: which level an exponent has its
 code in, and which code, are comparisons of its rank. Escapes are compacted into lists, which the next launch
 reads: so no thread waits for what another one stores.
-
 """
 
 # Triton's compiler reads these functions; to Python their numbers are of no type.
@@ -31,17 +30,13 @@ from .zero_value import low_bits, ones_of
 BLOCK, GROUP = tl.constexpr(frame.BLOCK), tl.constexpr(exponent_ir.GROUP)
 TABLE_BYTES = tl.constexpr(exponent_ir.TABLE_BYTES)
 PLAN_BYTES = tl.constexpr(64)  # of a payload's first section; behind it the rank of each exponent, in a book
-ROWS, LANES = (
-    tl.constexpr(frame.BLOCK // 8),
-    tl.constexpr(8),
-)  # a block as eights, whose codes are whole bytes
+ROWS, LANES = tl.constexpr(frame.BLOCK // 8), tl.constexpr(8)  # a block as eights: codes of whole bytes
 # Where in a state: the number of words, where in the payload they go, the codec's number, k of each level.
 NUMBER, START, CODEC, BITS_OF_CODES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
 def up_to_groups(num):
-    """``num`` rounded up to a multiple of 64."""
     return (num + (GROUP - 1)) // GROUP * GROUP
 
 
@@ -53,7 +48,6 @@ def escape(k):
 
 @triton.jit
 def plan_of(state):
-    """The bits of a code of each level."""
     at = state + BITS_OF_CODES
     return tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32), tl.load(at + 2).to(tl.int32)
 
@@ -364,13 +358,9 @@ def open_block(payload, numbers, num_bytes, room, BITS: tl.constexpr):
     num = words_of_block(up_to_groups(number), at)
     sound = sound & (n1 <= num) & (n2 <= n1) & (n3 <= n2) & (tail_bytes(n1, n2, n3, k2, k3) == end - begin)
     all_right = possible & (sound | (at >= number))
-    num, n1, n2, n3 = (
-        tl.where(sound, num, 0),
-        tl.where(sound, n1, 0),
-        tl.where(sound, n2, 0),
-        tl.where(sound, n3, 0),
-    )
-    return all_right, num, n1.to(tl.int32), n2.to(tl.int32), n3.to(tl.int32), tail + begin
+    num, n1 = tl.where(sound, num, 0), tl.where(sound, n1, 0).to(tl.int32)
+    n2, n3 = tl.where(sound, n2, 0).to(tl.int32), tl.where(sound, n3, 0).to(tl.int32)
+    return all_right, num, n1, n2, n3, tail + begin
 
 
 @triton.jit
@@ -515,11 +505,8 @@ def _pack(words: Tensor, payload: Tensor, facts: Tensor, *, head: int, alone: in
     book, numbers = book.view(torch.uint8), (num_words, head, alone, _BOTH)
     rules = options(16, BITS=bits, RUNS=_RUNS, SHORTEST=_SHORTEST, PERCENT=_LEAST_PERCENT)
     choose_plan[(1,)](words, facts, state, book, *numbers, **rules)
-    made, grid, launch = (
-        (words, state, book, codes2, codes3, heads),
-        (num_blocks,),
-        options(_WARPS, BITS=bits),
-    )
+    made, grid = (words, state, book, codes2, codes3, heads), (num_blocks,)
+    launch = options(_WARPS, BITS=bits)
     list_escapes[grid](*made, lengths, **launch)
     ends, as_they_are = torch.cumsum(lengths, 0), payload[:num_bytes].view(words.dtype)
     write_words[grid](*made, ends, facts, payload, as_they_are, **launch)

@@ -23,10 +23,10 @@ from ..frame import (
     Header,
     accounts,
     check_bytes,
+    decoded_bytes,
     header_bytes,
     header_text,
     parse_header,
-    sections,
 )
 from ..geometry import Geometry, geometry, in_order, scatter
 from ..names import CODEC_NAMES, HOST
@@ -34,41 +34,6 @@ from ..registry import codec_named
 from ..zero_value import bitmap_bytes, bitmap_for, has_bitmap
 from . import payloads
 from .payloads import at_64, checksum_of, empty
-
-
-def geometry_of(tensor: Tensor) -> Geometry:
-    """Return the geometry of a tensor that a frame can carry and kernels can read.
-
-    Raises:
-        CodecError: The tensor is none of these.
-    """
-    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
-    if not plain or tensor.dtype not in DTYPE_NUMBERS:
-        found = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
-        raise CodecError(f"a frame carries a dense tensor, found a {found}; convert it first")
-    geo = geometry(tensor.size(), tensor.stride(), tensor.dtype.itemsize)
-    if tensor.data_ptr() % (geo.word_bits // 8):
-        found = f"{tensor.dtype} at {tensor.data_ptr() % ALIGNMENT} mod {ALIGNMENT}"
-        raise CodecError(f"elements on a GPU stand at multiples of their size, found {found}; clone it")
-    return geo
-
-
-def _check_buffer(buffer: Tensor, needed: int, device: torch.device) -> None:
-    flat = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
-    if flat and buffer.numel() >= needed and buffer.data_ptr() % ALIGNMENT == 0 and buffer.device == device:
-        return
-    found = f"{tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}"
-    rule = f"a buffer for this tensor is {needed} bytes of uint8 at a multiple of {ALIGNMENT} on {device}"
-    raise CodecError(f"{rule}, found {found}; ask frame_bytes")
-
-
-def _check_mask(mask: Tensor, num_words: int, device: torch.device) -> None:
-    needed = sections(num_words).offsets
-    flat = mask.dtype is torch.uint8 and mask.shape == (needed,) and mask.is_contiguous()
-    if not flat or mask.device != device:
-        found = f"{tuple(mask.shape)} of {mask.dtype} on {mask.device}"
-        rule = f"the mask of {num_words} words is a bitmap of {needed} bytes on {device}"
-        raise CodecError(f"{rule}, found {found}; take it from the frame of the forward")
 
 
 def read_header(frame: Tensor) -> Header:
@@ -92,9 +57,7 @@ Mask = tuple[Header, Tensor]
 
 def _bitmap(mask: Mask, dtype: torch.dtype | None, geo: Geometry) -> Tensor | None:
     place = bitmap_bytes(mask[0], dtype, geo)
-    return (
-        None if place is None else at_64(mask[1][place.start : place.start + sections(geo.num_words).offsets])
-    )
+    return None if place is None else at_64(mask[1][place])
 
 
 def _bitmap_in(frame: Tensor, dtype: torch.dtype | None, geo: Geometry) -> Tensor | None:
@@ -137,24 +100,10 @@ class PendingFrame(NamedTuple):
 def pack_words(
     words: Tensor, buffer: Tensor, header: Header, codec: str, mask: Tensor | None = None
 ) -> PendingFrame:
-    """Start packing ``words`` on the current stream, behind room for ``header``, and never wait.
-
-    Args:
-        words: Contiguous integers, from ``in_order``.
-        buffer: uint8 at a multiple of 64 on the same device, of at least ``frame_bytes`` bytes. It is the
-            stream's until the frame is ready.
-        header: Says all but codec, payload, flags and checksum.
-        codec: One of ``payloads.KERNELS``; another one runs on the host, and waits.
-        mask: A bitmap of the words, as in a payload: only those at its set bits travel.
-
-    Raises:
-        CodecError: Buffer or mask do not suit the words, or there is no Triton.
-    """
+    """Start packing ``words`` behind room for ``header``: all, or those at the set bits of ``mask``."""
     start, dtype = header_bytes(len(header.sizes)), header.dtype
     assert dtype is not None, "None has no words"
-    _check_buffer(buffer, start + words.nbytes, words.device)
-    if mask is not None:
-        _check_mask(mask, words.numel(), words.device)
+    assert buffer.numel() >= start + words.nbytes, "a buffer has room for the longest frame"
     with torch.cuda.device_of(words):
         facts = payloads.pack(codec, words.view(-1), buffer[start:], dtype, mask)
         if codec == "raw":  # the host knows it all
@@ -169,12 +118,20 @@ def pack_words(
 
 
 def words_of(tensor: Tensor, *, requires_grad: bool = False) -> tuple[Tensor, Header]:
-    """Return the words of ``tensor`` in order, and a header that says all but codec and payload.
+    """Words of ``tensor`` in order, and a header that says all but codec and payload.
 
     Raises:
-        CodecError: The tensor is sparse, quantised or nested.
+        CodecError: No frame can carry the tensor, or kernels cannot read it.
     """
-    words, geo, address = in_order(tensor.detach(), geometry_of(tensor), words=True)
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    if not plain or tensor.dtype not in DTYPE_NUMBERS:
+        found = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
+        raise CodecError(f"a frame carries a dense tensor, found a {found}; convert it first")
+    geo = geometry(tensor.size(), tensor.stride(), tensor.dtype.itemsize)
+    if tensor.data_ptr() % (geo.word_bits // 8):
+        found = f"{tensor.dtype} at {tensor.data_ptr() % ALIGNMENT} mod {ALIGNMENT}"
+        raise CodecError(f"elements on a GPU stand at multiples of their size, found {found}; clone it")
+    words, geo, address = in_order(tensor.detach(), geo, words=True)
     return words, Header("raw", tensor.dtype, geo.sizes, geo.strides, 0, 0, address, requires_grad)
 
 
@@ -193,7 +150,6 @@ def encode(
         CodecError: The tensor is sparse, quantised or nested, the mask is damaged, or there is no Triton.
     """
     codec_named(codec)
-    geometry_of(tensor)
     with torch.cuda.device_of(tensor):
         words, header = words_of(tensor, requires_grad=requires_grad)
         start, bitmap = header_bytes(len(header.sizes)), None
@@ -209,9 +165,17 @@ def encode(
 def pack(
     tensor: Tensor, buffer: Tensor, codec: str, *, requires_grad: bool, mask: Mask | None = None
 ) -> PendingFrame:
-    """Start packing ``tensor`` of any strides on the current stream; arguments as ``codec.pack_into``.
+    """Start packing ``tensor`` of any strides on the current stream, and never wait; as ``codec.pack_into``.
 
     What has gaps travels raw: whether its payload accounts for them is known too late.
+
+    Args:
+        tensor: As for ``codec.pack_into``.
+        buffer: uint8 at a multiple of 64 on the same device, of at least ``frame_bytes`` bytes. It is the
+            stream's until the frame is ready.
+        codec: One of ``payloads.KERNELS``; another one runs on the host, and waits.
+        requires_grad: Written to the header.
+        mask: A frame with a bitmap: only the values at its set bits travel.
     """
     words, header = words_of(tensor, requires_grad=requires_grad)
     geo, bitmap = header.geometry, None
@@ -241,14 +205,14 @@ def unpack(header: Header, buffer: Tensor, *, mask: Mask | None = None) -> tuple
     Raises:
         CodecError: The lengths of frame and mask do not suit the tensor.
     """
-    start, bitmap, other = header_bytes(len(header.sizes)), None, None
+    bitmap, other = None, None
     if header.flags & MASKED:
         bitmap = None if mask is None else _bitmap(mask, header.dtype, header.geometry)
         if bitmap is None:
             raise CodecError("this frame has values alone, found no bitmap for it; the ranks' plans differ")
         checksum = checksum_of(bitmap, header.geometry.num_words)
         other = (checksum != header.checksum - (header.checksum >> 63 << 64)).to(torch.int32)
-    tensor, error = _new_tensor(buffer[: start + header.payload_bytes], header, bitmap)
+    tensor, error = _new_tensor(buffer, header, bitmap)
     return tensor, error if other is None else error | other
 
 
@@ -275,38 +239,33 @@ def decode(frame: Tensor, *, mask: Tensor | None = None, max_bytes: int | None =
         return tensor
 
 
-def _new_tensor(frame: Tensor, header: Header, bitmap: Tensor | None) -> tuple[Tensor, Tensor]:
+def _new_tensor(buffer: Tensor, header: Header, bitmap: Tensor | None) -> tuple[Tensor, Tensor]:
     """Start unpacking a frame into new memory; returns the tensor, and the flag of an error as ``unpack``."""
-    dtype, geo, payload = header.dtype, header.geometry, frame[header_bytes(len(header.sizes)) :]
-    check_payload(header, payload, geo.num_words, geo.word_bits, bitmap)
-    storage, base = memory(header.address + geo.span * geo.item_bytes, frame.device)
+    dtype, geo, start = header.dtype, header.geometry, header_bytes(len(header.sizes))
+    payload = buffer[start : start + header.payload_bytes]
+    # 1. Lengths, before memory is taken.
+    num_bytes, bits, codec = payload.numel(), geo.word_bits, header.codec
+    if bitmap is None:
+        fits = codec_named(codec).fits(geo.num_words, bits, num_bytes)
+    else:
+        fits = has_bitmap(codec) and (codec != "zero_value" or num_bytes * 8 % bits == 0)
+    if not fits or num_bytes != header.payload_bytes:
+        found = f"{num_bytes} bytes for {geo.num_words} words of {bits} bits"
+        raise CodecError(f"a {codec} payload suits its elements, found {found}; it is damaged")
+    # 2. The words, in place where they lie one after another.
+    storage, base = memory(decoded_bytes(header), buffer.device)
     first = base + header.address
     in_place = geo.order == "dense" and geo.num_words > 0
-    words = empty(0 if in_place else geo.num_words, geo.word_bits, frame.device)
+    words = empty(0 if in_place else geo.num_words, bits, buffer.device)
     if in_place:
-        words.set_(storage, first * 8 // geo.word_bits, (geo.num_words,), (1,))
+        words.set_(storage, first * 8 // bits, (geo.num_words,), (1,))
     error = unpack_payload(header, payload, words, mask=bitmap)
     if geo.num_words and not in_place:
         scatter(words, storage, first, geo)
     assert dtype is not None, "a frame without a tensor has no payload"
     kind = torch.uint8 if dtype.is_complex else dtype  # as codec.decode does
-    tensor = torch.empty(0, dtype=kind, device=frame.device).view(dtype)
+    tensor = torch.empty(0, dtype=kind, device=buffer.device).view(dtype)
     return tensor.set_(storage, first // geo.item_bytes, geo.sizes, geo.strides), error
-
-
-def check_payload(header: Header, payload: Tensor, num_words: int, bits: int, mask: Tensor | None) -> None:
-    """Raise CodecError unless payload, words and mask have lengths that suit each other."""
-    num_bytes = payload.numel()
-    if header.flags & MASKED:
-        if mask is None:
-            raise CodecError("this frame has values alone; decode it with the bitmap that it was made with")
-        _check_mask(mask, num_words, payload.device)
-        fits = has_bitmap(header.codec) and (header.codec != "zero_value" or num_bytes * 8 % bits == 0)
-    else:
-        fits = codec_named(header.codec).fits(num_words, bits, num_bytes)
-    if not fits or num_bytes != header.payload_bytes:
-        found = f"{num_bytes} bytes for {num_words} words of {bits} bits"
-        raise CodecError(f"a {header.codec} payload suits its elements, found {found}; it is damaged")
 
 
 def unpack_payload(header: Header, payload: Tensor, out: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -314,20 +273,15 @@ def unpack_payload(header: Header, payload: Tensor, out: Tensor, *, mask: Tensor
 
     Args:
         header: Of the frame.
-        payload: uint8, what follows the header; as long as the header says.
+        payload: uint8, what follows the header, of a length that suits ``out``.
         out: The words, contiguous: all that is written, whatever the payload holds.
         mask: For a frame of values alone, the bitmap that it was made with.
 
     Returns:
         int32 on the device: not 0 if the payload contradicts itself.
-
-    Raises:
-        CodecError: The payload's length or the mask does not suit the words.
     """
-    check_payload(header, payload, out.numel(), 8 * out.element_size(), mask)
+    assert header.dtype is not None, "a frame without a tensor has no payload"
     with torch.cuda.device_of(out):
-        mask = mask if header.flags & MASKED else None
-        assert header.dtype is not None, "a frame without a tensor has no payload"
         error = payloads.unpack(header.codec, payload, out.view(-1), header.dtype, mask)
         if header.dtype is torch.bool:  # as codec.decode does
             out.view(torch.uint8).ne_(0)

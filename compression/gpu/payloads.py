@@ -67,10 +67,8 @@ def pack(codec: str, words: Tensor, payload: Tensor, dtype: torch.dtype, mask: T
     if mask is None:
         return _pack_on_host(codec, words, payload, dtype)
     # The values at the set bits, then those by the second half of the codec.
-    facts, (first, _, inner) = (
-        kernels("zero_value").pack_masked(words, payload, at_64(mask)),
-        codec.partition("+"),
-    )
+    first, _, inner = codec.partition("+")
+    facts = kernels("zero_value").pack_masked(words, payload, at_64(mask))
     values = payload[: int(facts[0])].view(words.dtype)
     num_bytes, number, _ = _pack_on_host(inner, values, payload, dtype).tolist()
     name = f"{first}+{CODEC_NAMES[number]}" if number else first
@@ -131,7 +129,6 @@ def _unpack_on_host(codec: str, payload: Tensor, out: Tensor, dtype: torch.dtype
 
 
 def new_facts(device: torch.device) -> Tensor:
-    """Return facts of nothing: zeros."""
     return torch.zeros(3, dtype=torch.int64, device=device)
 
 
@@ -141,7 +138,6 @@ def no_error(device: torch.device) -> Tensor:
 
 
 def empty(num_words: int, bits: int, device: torch.device) -> Tensor:
-    """Return words not yet written."""
     return torch.empty(num_words, dtype=WORDS[bits], device=device)
 
 

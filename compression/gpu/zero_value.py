@@ -70,7 +70,6 @@ def words_of_block(block, BLOCK: tl.constexpr):
 
 @triton.jit
 def start_of_block(offsets, block):
-    """Number of values before a block."""
     return tl.load(offsets + block - 1, mask=block > 0, other=0)
 
 
@@ -207,11 +206,7 @@ _SUMMED = 4096  # 64-bit words of a bitmap for one program
 
 
 def pack(
-    words: Tensor,
-    payload: Tensor,
-    dtype: torch.dtype | None = None,
-    *,
-    elsewhere: Tensor | None = None,
+    words: Tensor, payload: Tensor, dtype: torch.dtype | None = None, *, elsewhere: Tensor | None = None
 ) -> Tensor:
     """Write bitmap, offsets and values; raw where ``ZeroValue`` goes raw, decided on the device.
 
@@ -239,23 +234,16 @@ def pack(
     return facts
 
 
-def pack_masked(
-    words: Tensor,
-    payload: Tensor,
-    mask: Tensor,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def pack_masked(words: Tensor, payload: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Write the words at the set bits of ``mask``, zeros among them; all bits set is raw."""
-    parts, num_words = sections(words.numel()), words.numel()
-    facts = new_facts(words.device)
+    num_blocks, facts = sections(words.numel()).num_blocks, new_facts(words.device)
     bitmap, offsets = mask.view(torch.int32), _ends(mask, words)
     constants = options(1, WORD_BYTES=words.element_size(), NUMBER=_NUMBER)
-    decide_masked[(1,)](offsets, facts, parts.num_blocks, words.nbytes, **constants)
-    facts[2:].copy_(checksum_of(mask, num_words))
+    decide_masked[(1,)](offsets, facts, num_blocks, words.nbytes, **constants)
+    facts[2:].copy_(checksum_of(mask, words.numel()))
     values = payload[: words.nbytes].view(words.dtype)
     launch = options(NUM_WARPS[words.element_size()], BLOCK=BLOCK)
-    grid = (parts.num_blocks,)
-    compact[grid](words, bitmap, offsets, facts, values, values, num_words, **launch)
+    compact[(num_blocks,)](words, bitmap, offsets, facts, values, values, words.numel(), **launch)
     return facts
 
 
@@ -300,7 +288,6 @@ def checksum_of(bitmap: Tensor, num_words: int) -> Tensor:
 
 
 def num_values(mask: Tensor, words: Tensor) -> Tensor:
-    """The set bits of the bitmap of ``words``, one int64 on its device."""
     return _ends(mask, words)[-1:]
 
 

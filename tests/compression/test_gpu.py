@@ -144,9 +144,8 @@ def test_a_frame_of_another_length_is_refused(device: str) -> None:
             frames.decode(wrong)
     with pytest.raises(CodecError, match="1-D uint8"):
         frames.decode(frame.view(1, -1))
-    header, out = read_header(frame.cpu()), torch.empty(4999, dtype=torch.int32, device=device)
     with pytest.raises(CodecError, match="suits its elements"):
-        frames.unpack_payload(header._replace(payload_bytes=99), frame[64:163], out)
+        frames.unpack(read_header(frame.cpu())._replace(payload_bytes=99), frame)
 
 
 def room_of(tensor: Tensor) -> Tensor:
@@ -194,8 +193,6 @@ def test_bits_beyond_the_words_select_nothing(device: str) -> None:
         packed.append(pending(gradient, room_of(gradient), mask).finish())
         mask[626] = 255
     assert torch.equal(*packed)
-    with pytest.raises(CodecError, match="a bitmap of 640 bytes"):
-        pending(gradient, room_of(gradient), mask[:-64])
     full = bitmap(torch.ones(5000, device=device) > 0)
     frame = pending(gradient, room_of(gradient), full).finish()
     assert torch.equal(frame.cpu(), encode(gradient.cpu(), "raw"))
@@ -207,9 +204,6 @@ def test_packing_says_what_it_cannot_take(device: str) -> None:
     frame = pending(tensor, buffer).finish()
     assert frame.data_ptr() == buffer.data_ptr()
     assert torch.equal(frame.cpu(), encode(tensor.cpu()))
-    for wrong in (buffer[:-1], buffer.view(torch.int8), buffer.view(2, -1)):
-        with pytest.raises(CodecError, match=f"{len(buffer)} bytes"):
-            pending(tensor, wrong)
     with pytest.raises(CodecError, match="dense"):
         frames.encode(tensor.to_sparse())
     with pytest.raises(CodecError, match="nothing"):
