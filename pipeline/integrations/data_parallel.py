@@ -15,33 +15,40 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from ...compression.errors import PlanError
 from .exchange import Packing, Transfers, exchange
 
 
 class _Packed:
-    """A packing for one group, which all of its ranks join at the first exchange."""
+    """A packing for one group, which all of its ranks join at the first exchange; ``transfers`` counts."""
 
     def __init__(self, codec: str = "auto", *, deadline: float = 60.0) -> None:
-        self._codec, self._deadline = codec, deadline
+        self._codec, self._deadline, self.transfers = codec, deadline, Transfers()
         self._packing: Packing | None = None
-
-    @property
-    def transfers(self) -> Transfers:
-        """Bytes of the tensors that this rank has sent, and of their frames."""
-        return self._packing.transfers if self._packing else Transfers()
 
     def _packing_of(self, group: dist.ProcessGroup | None) -> Packing:
         if self._packing is None:
             self._packing = Packing(self._codec, group, deadline=self._deadline)
+            self.transfers = self._packing.transfers
         return self._packing
 
 
 class DdpHook(_Packed):
-    """A communication hook of DistributedDataParallel; ``transfers`` counts."""
+    """A hook for ``ddp.register_comm_hook(None, hook)`` that sends gradients as frames, over gloo.
 
-    def __init__(self, codec: str, group: dist.ProcessGroup | None, deadline: float) -> None:
+    Args:
+        codec: a lossless codec, or ``auto``: for each bucket the fastest over the measured link.
+        group: the process group of the DistributedDataParallel; None: the default one.
+        deadline: seconds to wait for the other ranks at the first bucket.
+
+    ``hook.transfers`` counts bytes.
+    """
+
+    def __init__(
+        self, codec: str = "auto", *, group: dist.ProcessGroup | None = None, deadline: float = 60.0
+    ) -> None:
         super().__init__(codec, deadline=deadline)
         self._group = group
         self.__name__ = self.__qualname__ = "ddp_hook"  # DistributedDataParallel reads both
@@ -74,31 +81,10 @@ class DdpHook(_Packed):
         return buffer
 
 
-def ddp_hook(
-    codec: str = "auto", *, group: dist.ProcessGroup | None = None, deadline: float = 60.0
-) -> DdpHook:
-    """Return a hook for ``ddp.register_comm_hook(None, hook)`` that sends gradients as frames, over gloo.
-
-    Args:
-        codec: a lossless codec, or ``auto``: for each bucket the fastest over the measured link.
-        group: the process group of the DistributedDataParallel; None: the default one.
-        deadline: seconds to wait for the other ranks at the first bucket.
-
-    Returns:
-        The hook; ``hook.transfers`` counts bytes.
-    """
-    return DdpHook(codec, group, deadline)
+ddp_hook = DdpHook
 
 
-class _Communication(_Packed):
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return memory for a result."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class FsdpAllGather(_Communication, AllGather):
+class FsdpAllGather(_Packed, DefaultAllocMixin, AllGather):
     """An all-gather of frames for ``FSDPModule.set_custom_all_gather``; ``transfers`` counts."""
 
     def __call__(
@@ -111,16 +97,11 @@ class FsdpAllGather(_Communication, AllGather):
             row.copy_(part.view(-1))
 
 
-class FsdpReduceScatter(_Communication, ReduceScatter):
+class FsdpReduceScatter(_Packed, DefaultAllocMixin, ReduceScatter):
     """A reduce-scatter of frames in the order of ranks, for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Fill ``output_tensor`` with the sum, or mean, of this rank's part over the ranks.
 

@@ -50,9 +50,7 @@ class Packing:
         if codec not in (AUTO, *lossless()):
             raise CodecError(f"codec is one that loses nothing, found {codec}; choose auto or zero_value")
         if (backend := dist.get_backend(group)) != "gloo":
-            raise TransportError(
-                f"frames travel over gloo here, found a group of {backend}; make one of gloo"
-            )
+            raise TransportError(f"frames travel over gloo, found a group of {backend}; make one of gloo")
         world = _joined(group, deadline)
         self.codec, self.transfers = codec, Transfers()
         self._chosen: dict[Hashable, str] = {}
@@ -72,16 +70,13 @@ class Packing:
         """Return memory for the longest frame of a tensor of this shape and dtype."""
         return torch.empty(frame_bytes(like.shape, like.dtype), dtype=torch.uint8)
 
-    def unpack(
-        self, room: Tensor, like: Tensor, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, bool]:
+    def unpack(self, room: Tensor, like: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, bool]:
         """Return the tensor in ``room``, its frame, and whether the sender marked it.
 
         Raises:  CodecError: it is damaged, or has not the shape and dtype of ``like``.
         """
-        expected = FrameSpec(
-            tuple(like.shape), like.dtype, None, written_by(AUTO), True, masked=mask is not None, frozen=True
-        )
+        sizes, masked = tuple(like.shape), mask is not None
+        expected = FrameSpec(sizes, like.dtype, None, written_by(AUTO), True, masked=masked, frozen=True)
         tensor, length, marked = decode_received(room, expected, mask=mask)
         assert tensor is not None, "the promise has no None"
         return tensor, room[:length], marked
@@ -93,9 +88,7 @@ class Packing:
             part, seconds = sample(tensor.detach()), {}
             for codec in candidates(tensor.dtype):
                 cost = trial(part, codec, self._pool, num_bytes=tensor.nbytes)
-                seconds[codec] = (
-                    cost.num_bytes / self._bytes_per_second + cost.pack_seconds + cost.unpack_seconds
-                )
+                seconds[codec] = cost.num_bytes / self._bytes_per_second + sum(cost[1:])
             self._chosen[flow] = min(seconds, key=seconds.__getitem__)
         return self._chosen[flow]
 

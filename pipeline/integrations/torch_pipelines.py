@@ -49,15 +49,12 @@ def pack_transfers(schedule: Any, codec: str = "auto", *, deadline: float = 60.0
         ScheduleError: this is no such schedule, it packs already, or a stage is not on a CPU.
         CodecError: no lossless codec has this name. TransportError: a rank did not make this call in time.
     """
-    one, several = getattr(schedule, "_stage", None), getattr(schedule, "_stages", None)
-    stages = several or ([one] if one is not None else [])
-    if not stages or not all(hasattr(stage, name) for stage in stages for name in REPLACED):
-        raise ScheduleError(
-            "pack_transfers takes a schedule of torch.distributed.pipelining, found "
-            f"{type(schedule).__name__}; make one, such as Schedule1F1B"
-        )
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    if not all(hasattr(stage, name) for stage in stages for name in REPLACED):
+        rule = "pack_transfers takes a schedule of torch.distributed.pipelining"
+        raise ScheduleError(f"{rule}, found {type(schedule).__name__}; make one, such as Schedule1F1B")
     for stage in stages:
-        if isinstance(vars(stage).get("packed_transfers"), PackedStage):
+        if "packed_transfers" in vars(stage):
             raise ScheduleError(f"stage {stage.stage_index} packs its transfers already; call it once")
         if stage.device.type != HOST:
             raise ScheduleError(f"stages are on CPUs here, found {stage.device}; leave pack_transfers out")
@@ -99,7 +96,7 @@ class PackedStage:
         for place, operation in zip(places, operations, strict=False):
             mask = masks[place] if len(places) == len(operations) else None
             flow = (self.stage.stage_index, "gradient", place)
-            self._pack(operation, operation.tensor.detach(), flow, mask=mask)
+            self._pack(operation, operation.tensor.detach(), flow, mask)
         return operations
 
     def get_recv_ops(self, infos: Sequence[Any], *group: Any) -> list[dist.P2POp]:
@@ -124,23 +121,21 @@ class PackedStage:
         for place, info in zip(self.stage.act_send_info, self.stage.grad_recv_info[chunk], strict=False):
             mask = self._masks.pop(("sent", chunk, place), None)
             if (room := self._rooms.pop(id(info), None)) is not None:
-                self._unpack(room, info.buffer, f"gradient {place} of micro-batch {chunk}", mask=mask)
+                self._unpack(room, info.buffer, f"gradient {place} of micro-batch {chunk}", mask)
         return self._plain["_retrieve_recv_grads"](chunk)
 
-    def _pack(
-        self, operation: dist.P2POp, tensor: Tensor, flow: Hashable, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def _pack(self, operation: Any, tensor: Tensor, flow: Hashable, mask: Tensor | None = None) -> Tensor:
         frame = self.packing.pack(tensor, flow, mask=mask)
         self.packing.count(tensor, frame)
         operation.tensor = frame
         return frame
 
     def _unpack(
-        self, room: Tensor, buffer: Tensor, what: str, *, mask: Tensor | None = None
+        self, room: Tensor, buffer: Tensor, what: str, mask: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         """Unpack a frame into torch's buffer; return the frame, and whether it is that of a ReLU."""
         try:
-            tensor, frame, gated = self.packing.unpack(room, buffer, mask=mask)
+            tensor, frame, gated = self.packing.unpack(room, buffer, mask)
         except CodecError as error:
             raise CodecError(f"stage {self.stage.stage_index}, {what}: {error}") from error
         with torch.no_grad():
