@@ -68,21 +68,13 @@ class Narrow(Codec):
         """The least word, as an unsigned number, and the width of the range (or all bits, known early)."""
         kernel, word_bytes = self.kernel(f"range{words.bits}"), words.bits // 8
         bias = 1 << (words.bits - 1) if words.dtype in _SIGNED else 0
-        found = (ctypes.c_char * (2 * word_bytes))()
-        whole, rest = divmod(words.num_bytes, ROW_BYTES)
-        tail = ctypes.string_at(words.address + whole * ROW_BYTES, rest)
-        tail += tail[:word_bytes] * ((ROW_BYTES - rest) // word_bytes)  # filled up with a word that it has
-        row = ctypes.create_string_buffer(tail)
-        head, least, most = whole // _PART, (1 << words.bits) - 1, 0
-        for address, num_rows in (
-            (words.address, head),
-            (words.address + head * ROW_BYTES, whole - head),
-            (ctypes.addressof(row), 1 if rest else 0),
-        ):
-            if num_rows and max(0, most - least).bit_length() < words.bits:
-                kernel(address, num_rows, bias, ctypes.addressof(found))
-                least = min(least, int.from_bytes(found.raw[:word_bytes], "little"))
-                most = max(most, int.from_bytes(found.raw[word_bytes:], "little"))
+        ends = (ctypes.c_char * (2 * word_bytes))()
+        head, least, most = words.num_words // _PART, (1 << words.bits) - 1, 0
+        for first, count in ((0, head), (head, words.num_words - head)):
+            if count and max(0, most - least).bit_length() < words.bits:
+                kernel(words.address + first * word_bytes, count, bias, ctypes.addressof(ends))
+                least = min(least, int.from_bytes(ends.raw[:word_bytes], "little"))
+                most = max(most, int.from_bytes(ends.raw[word_bytes:], "little"))
         return least ^ bias, max(1, (most - least).bit_length())
 
     def _pack(self, words: Words, width: int, least: int, out: int) -> None:

@@ -4,7 +4,8 @@ A row is a vector of 512 bits, whose lanes are words; lane ``l`` of all rows is 
 least significant first. So nothing crosses a lane: the shifts are the same for the whole vector, any width
 runs through the same loop, and on a GPU a thread takes a lane.
 
-    range{N}   (source, rows, bias, out): the least and the largest word, compared as ``word ^ bias``, to out
+    range{N}   (source, words, bias, out): the least and the largest word, compared as ``word ^ bias``, to
+               out; of at least one word
     pack{N}    (source, rows, width, base, out): the low ``width`` bits of ``word - base``
     unpack{N}  (payload, rows, width, base, last, out): undoes it; ``last`` is the payload's last row
     stream{N}  unpack with stores past the cache; out at a multiple of 64
@@ -34,35 +35,31 @@ def _splat(name: str, value: str, bits: int) -> str:
 
 
 def _range(bits: int) -> str:
-    vector = f"<{512 // bits} x i{bits}>"
-    suffix = f"v{512 // bits}i{bits}"
+    word = f"i{bits}"
+    cut = f"trunc i64 %bias to {word}" if bits < 64 else "add i64 %bias, 0"
     return f"""
-declare {vector} @llvm.umin.{suffix}({vector}, {vector})
-declare {vector} @llvm.umax.{suffix}({vector}, {vector})
-declare i{bits} @llvm.vector.reduce.umin.{suffix}({vector})
-declare i{bits} @llvm.vector.reduce.umax.{suffix}({vector})
-define void @range{bits}(ptr noalias %source, i64 %rows, i64 %bias, ptr noalias %out) {{
+declare {word} @llvm.umin.{word}({word}, {word})
+declare {word} @llvm.umax.{word}({word}, {word})
+define void @range{bits}(ptr noalias %source, i64 %words, i64 %bias, ptr noalias %out) {{
 entry:
-{_splat("flip", "%bias", bits)}
-  br label %row
-row:
-  %i = phi i64 [0, %entry], [%i.next, %row]
-  %least = phi {vector} [splat (i{bits} -1), %entry], [%least.next, %row]
-  %most = phi {vector} [zeroinitializer, %entry], [%most.next, %row]
-  %from = getelementptr {vector}, ptr %source, i64 %i
-  %words = load {vector}, ptr %from, align 1
-  %keys = xor {vector} %words, %flip
-  %least.next = call {vector} @llvm.umin.{suffix}({vector} %least, {vector} %keys)
-  %most.next = call {vector} @llvm.umax.{suffix}({vector} %most, {vector} %keys)
-  %i.next = add i64 %i, 1
-  %all = icmp eq i64 %i.next, %rows
-  br i1 %all, label %done, label %row, !llvm.loop !1
+  %flip = {cut}
+  br label %word
+word:
+  %i = phi i64 [0, %entry], [%i.next, %word]
+  %least = phi {word} [-1, %entry], [%low, %word]
+  %most = phi {word} [0, %entry], [%high, %word]
+  %from = getelementptr {word}, ptr %source, i64 %i
+  %x = load {word}, ptr %from, align 1
+  %key = xor {word} %x, %flip
+  %low = call {word} @llvm.umin.{word}({word} %least, {word} %key)
+  %high = call {word} @llvm.umax.{word}({word} %most, {word} %key)
+  %i.next = add nuw nsw i64 %i, 1
+  %all = icmp eq i64 %i.next, %words
+  br i1 %all, label %done, label %word, !llvm.loop !3
 done:
-  %low = call i{bits} @llvm.vector.reduce.umin.{suffix}({vector} %least.next)
-  %high = call i{bits} @llvm.vector.reduce.umax.{suffix}({vector} %most.next)
-  store i{bits} %low, ptr %out, align 1
-  %second = getelementptr i{bits}, ptr %out, i64 1
-  store i{bits} %high, ptr %second, align 1
+  store {word} %low, ptr %out, align 1
+  %second = getelementptr {word}, ptr %out, i64 1
+  store {word} %high, ptr %second, align 1
   ret void
 }}"""
 
@@ -159,8 +156,9 @@ done:
 
 
 def module() -> str:
-    loops = ["declare i64 @llvm.umin.i64(i64, i64)"]
+    loops = []
     for bits in BITS:
         loops += [_range(bits), _pack(bits), _unpack(bits, stream=False), _unpack(bits, stream=True)]
     unrolled = f'!1 = distinct !{{!1, !2}}\n!2 = !{{!"llvm.loop.unroll.count", i32 {_UNROLL}}}'
-    return "\n".join([*loops, "!0 = !{i32 1}", unrolled])
+    vectors = '!3 = distinct !{!3, !4}\n!4 = !{!"llvm.loop.vectorize.enable", i1 true}'
+    return "\n".join([*loops, "!0 = !{i32 1}", unrolled, vectors])
