@@ -165,7 +165,6 @@ def plan_section(counts: np.ndarray, bits: int) -> bytes:
     up_to = counts[ranked].cumsum().tolist()  # how many the first exponents cover
 
     def cost(plan: tuple[int, ...]) -> int:
-        """Bits of all exponents counted."""
         left, known, num_bits = up_to[-1], 0, 0
         for k in plan:
             num_bits, known = num_bits + k * left, known + escape(k)

@@ -103,14 +103,6 @@ def geometry(sizes: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) 
     )
 
 
-def contiguous(sizes: tuple[int, ...], item_bytes: int) -> Geometry:
-    """The geometry that ``Tensor.contiguous`` gives."""
-    strides = [1] * len(sizes)
-    for d in range(len(sizes) - 2, -1, -1):
-        strides[d] = strides[d + 1] * max(sizes[d + 1], 1)
-    return geometry(sizes, tuple(strides), item_bytes)
-
-
 def in_memory(tensor: Tensor, span: int) -> bool:
     """Return whether the ``span`` elements from the first of ``tensor`` on are really there.
 
@@ -143,7 +135,6 @@ def _order(walk: Sequence[tuple[int, int]], num_stored: int, span: int) -> str:
 
 @lru_cache(maxsize=256)
 def _distinct(walk: Sequence[tuple[int, int]], span: int) -> bool:
-    """Return whether no two elements share a place."""
     num_places = int(torch.count_nonzero(_taken(walk, span, torch.device("cpu"))))
     return num_places == math.prod(size for size, _ in walk)
 
@@ -195,12 +186,27 @@ def in_order(tensor: Tensor, geo: Geometry, *, words: bool = False) -> tuple[Ten
     """
     address = tensor.data_ptr() % ALIGNMENT
     address = 0 if address % geo.item_bytes else address
-    back = geo if geo.travels else contiguous(geo.sizes, geo.item_bytes)
+    back = geo
+    if not geo.travels:
+        strides = torch.empty(geo.sizes, dtype=torch.uint8, device="meta").stride()
+        back = geometry(geo.sizes, strides, geo.item_bytes)
     if tensor.is_conj() or tensor.is_neg():
-        tensor, geo = resolved(tensor, geo), back
+        tensor, geo = _resolved(tensor, geo), back
     if words or geo.order != "dense":
         tensor = gather(tensor, geo)
     return tensor, back, address
+
+
+def _resolved(tensor: Tensor, geo: Geometry) -> Tensor:
+    """A lazy conjugate or negation carried out, in memory that lies as before."""
+    plain = tensor.detach()
+    if not geo.travels:
+        return plain.resolve_conj().resolve_neg().contiguous()
+    for d, (size, stride) in enumerate(zip(geo.sizes, geo.strides, strict=True)):
+        if size and not stride:
+            plain = plain.narrow(d, 0, 1)
+    kept = torch.empty_strided(plain.size(), geo.strides, dtype=tensor.dtype, device=tensor.device)
+    return kept.copy_(plain)
 
 
 def scatter(words: Tensor, storage: torch.UntypedStorage, first_byte: int, geo: Geometry) -> None:
@@ -220,15 +226,3 @@ def scatter(words: Tensor, storage: torch.UntypedStorage, first_byte: int, geo: 
     else:
         view = _view(storage, first, geo, geo.walk)
         view.copy_(words.view(view.shape))
-
-
-def resolved(tensor: Tensor, geo: Geometry) -> Tensor:
-    """A lazy conjugate or negation carried out, in memory that lies as before."""
-    plain = tensor.detach()
-    if not geo.travels:
-        return plain.resolve_conj().resolve_neg().contiguous()
-    for d, (size, stride) in enumerate(zip(geo.sizes, geo.strides, strict=True)):
-        if size and not stride:
-            plain = plain.narrow(d, 0, 1)
-    kept = torch.empty_strided(plain.size(), geo.strides, dtype=tensor.dtype, device=tensor.device)
-    return kept.copy_(plain)

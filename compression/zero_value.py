@@ -87,7 +87,6 @@ class ZeroValue(Codec):
         return count if parts.values + count * bits // 8 < words.num_bytes else None
 
     def _full(self, count: int, num_blocks: int, words: Words, parts: Sections) -> bool:
-        """Return whether words would not shrink if all were like ``num_blocks`` of their blocks."""
         saved = num_blocks * BLOCK - count
         return words.num_bytes * saved <= parts.values * num_blocks * BLOCK
 
@@ -173,12 +172,8 @@ def has_bitmap(codec: str) -> bool:
 def bitmap_bytes(header: Header, dtype: torch.dtype | None, geo: Geometry) -> slice | None:
     """Return the place of bitmap and offsets in the frame of ``header``.
 
-    Returns:
-        None where the frame has none (it travelled raw, say), or where a tensor of this dtype and geometry
-        has its words in another order.
-
-    Raises:
-        CodecError: The payload is too short for a bitmap.
+    None where it has none (it travelled raw, say), or where a tensor of this dtype and geometry has its words
+    in another order; CodecError where the payload is too short for a bitmap.
     """
     if not has_bitmap(header.codec) or header.flags:
         return None
@@ -207,14 +202,8 @@ def bitmap_for(
 ) -> Any:
     """Return the bitmap that the frame of ``header`` was made with, found in the frame ``mask``.
 
-    Args:
-        header: Of a frame of values alone.
-        mask: A frame in host memory; where it is elsewhere, ``find`` and ``checksum`` know how to read it.
-        find: Gives the bitmap in a frame, for a dtype and a geometry.
-        checksum: Of a bitmap of so many words.
-
-    Raises:
-        CodecError: There is none, or another one.
+    Where that is not in host memory, ``find`` and ``checksum`` know how to read it. CodecError: there is no
+    bitmap, or another one.
     """
     rule = "this frame has values alone; decode it with mask=, the frame whose bitmap it was made with"
     if not has_bitmap(header.codec):
@@ -242,11 +231,7 @@ def pack_masked(words: Words, bitmap: int, out: int, inner: Codec | None) -> Pac
 
 
 def unpack_masked(payload: int, num_bytes: int, bitmap: int, out: Words, inner: Codec | None) -> None:
-    """Undo ``pack_masked``; zeros where the bitmap has none.
-
-    Raises:
-        CodecError: Payload and bitmap disagree.
-    """
+    """Undo ``pack_masked``; zeros where the bitmap has none. CodecError: payload and bitmap disagree."""
     if inner is not None:
         count = num_values(bitmap + sections(out.num_words).offsets, out.num_words)
         if not inner.fits(count, out.bits, num_bytes):

@@ -118,11 +118,7 @@ def pack_words(
 
 
 def words_of(tensor: Tensor, *, requires_grad: bool = False) -> tuple[Tensor, Header]:
-    """Words of ``tensor`` in order, and a header that says all but codec and payload.
-
-    Raises:
-        CodecError: No frame can carry the tensor, or kernels cannot read it.
-    """
+    """Words of ``tensor`` in order, and a header that says all but codec and payload."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
     if not plain or tensor.dtype not in DTYPE_NUMBERS:
         found = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
@@ -140,14 +136,7 @@ def encode(
 ) -> Tensor:
     """Pack a tensor of any strides to a frame on its device, and wait for it; as ``codec.encode``.
 
-    Args:
-        tensor: As for ``codec.encode``.
-        codec: Likewise.
-        requires_grad: Written to the header.
-        mask: A frame on the same device, as for ``codec.encode``.
-
-    Raises:
-        CodecError: The tensor is sparse, quantised or nested, the mask is damaged, or there is no Triton.
+    The mask is a frame on the same device. Where there is no Triton, that is a CodecError too.
     """
     codec_named(codec)
     with torch.cuda.device_of(tensor):
@@ -217,12 +206,7 @@ def unpack(header: Header, buffer: Tensor, *, mask: Mask | None = None) -> tuple
 
 
 def decode(frame: Tensor, *, mask: Tensor | None = None, max_bytes: int | None = None) -> Tensor | None:
-    """Unpack a frame to a tensor on its device, and wait for it; as ``codec.decode``.
-
-    Raises:
-        CodecError: The frame is truncated or damaged, or of another mask, or there is no memory; nothing
-            else ever.
-    """
+    """Unpack a frame to a tensor on its device, and wait for it; as ``codec.decode``."""
     with torch.cuda.device_of(frame):
         header = read_header(frame)
         check_bytes(header, max_bytes)

@@ -60,11 +60,11 @@ def pack_transfers(schedule: Any, codec: str = "auto", *, deadline: float = 60.0
             raise ScheduleError(f"stages are on CPUs here, found {stage.device}; leave pack_transfers out")
     packing = Packing(codec, stages[0].group, deadline=deadline)
     for stage in stages:
-        stage.packed_transfers = PackedStage(stage, packing)
+        stage.packed_transfers = _PackedStage(stage, packing)
     return packing.transfers
 
 
-class PackedStage:
+class _PackedStage:
     """Methods in the place of a stage's own, which list its sends and receives."""
 
     def __init__(self, stage: Any, packing: Packing) -> None:
@@ -76,7 +76,6 @@ class PackedStage:
             setattr(stage, name, getattr(self, name.lstrip("_")))
 
     def get_fwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
-        """Return the sends of the outputs of one micro-batch."""
         outputs, goals = self.stage.fwd_cache[chunk][0], self.stage.act_send_info
         places = [(i, len(goals[i])) for i in range(len(outputs)) for goal in goals[i] if goal is not None]
         operations = self._plain["get_fwd_send_ops"](chunk)
@@ -89,7 +88,6 @@ class PackedStage:
         return operations
 
     def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
-        """Return the sends of the gradients of one micro-batch's inputs."""
         operations = self._plain["get_bwd_send_ops"](chunk)
         places = [i for i, goal in enumerate(self.stage.grad_send_info or ()) if goal is not None]
         masks = {place: self._masks.pop(("came", chunk, place), None) for place in places}
@@ -100,7 +98,6 @@ class PackedStage:
         return operations
 
     def get_recv_ops(self, infos: Sequence[Any], *group: Any) -> list[dist.P2POp]:
-        """Return receives with room for the longest frame."""
         operations = self._plain["_get_recv_ops"](infos, *group)
         real = [info for info in infos if not info.is_root_arg and info.buffer is not None]
         for info, operation in zip(real, operations, strict=True):
@@ -108,7 +105,6 @@ class PackedStage:
         return operations
 
     def retrieve_recv_activations(self, chunk: int) -> Any:
-        """Return the inputs of one micro-batch."""
         for place, info in enumerate(self.stage.args_recv_info[chunk]):
             if (room := self._rooms.pop(id(info), None)) is not None:
                 frame, gated = self._unpack(room, info.buffer, f"input {place} of micro-batch {chunk}")
@@ -117,7 +113,6 @@ class PackedStage:
         return self._plain["_retrieve_recv_activations"](chunk)
 
     def retrieve_recv_grads(self, chunk: int) -> Any:
-        """Return the gradients of one micro-batch's outputs."""
         for place, info in zip(self.stage.act_send_info, self.stage.grad_recv_info[chunk], strict=False):
             mask = self._masks.pop(("sent", chunk, place), None)
             if (room := self._rooms.pop(id(info), None)) is not None:
