@@ -14,7 +14,6 @@ from penstock.compression.exponent import Exponent, layout, plan_section
 from penstock.compression.kernels import jit
 from penstock.compression.kernels.exponent_ir import BLOCK_TAIL_BYTES, PLANS, kernel_name
 from penstock.compression.raw import Packed
-from penstock.compression.zero_value import STREAM_BYTES
 
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
 BITS = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32}
@@ -299,22 +298,6 @@ def test_what_does_not_shrink_travels_raw(codec: Exponent, dtype: torch.dtype) -
     found, payload = packed(codec, tensor_of(words, dtype))
     assert found == Packed("raw", words.nbytes)
     np.testing.assert_array_equal(payload.numpy(), words.view(np.uint8))
-
-
-def test_large_tensors_are_streamed(codec: Exponent) -> None:
-    """Aligned, so past the cache, and not."""
-    dtype, num_words = torch.bfloat16, STREAM_BYTES // 2 + 1001
-    words, payloads = floats(num_words, 16, "normal"), []
-    for before in (0, 4):
-        room = np.zeros(codec.max_bytes(num_words, 16) + 192, np.uint8)
-        out = room[-room.ctypes.data % 64 + before :]
-        num_bytes = codec.pack(words_of(words, dtype), at(out)).num_bytes
-        room = np.zeros(words.nbytes + 192, np.uint8)
-        back = room[-room.ctypes.data % 64 + before :][: words.nbytes].view(np.uint16)
-        codec.unpack(at(out), num_bytes, words_of(back, dtype))
-        np.testing.assert_array_equal(back, words)
-        payloads.append(out[:num_bytes])
-    np.testing.assert_array_equal(*payloads)
 
 
 def test_a_payload_that_contradicts_itself_is_refused() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from payloads import any_tensor, check_damage, check_lossless, packed, random_bits
+from payloads import any_tensor, check_damage, check_lossless, packed, random_bits, words_in, words_of
 
 from penstock.compression.chained import Combined
 from penstock.compression.frame import sections
@@ -13,7 +13,7 @@ from penstock.compression.lossy import LOSSY_CODECS
 from penstock.compression.narrow import Narrow
 from penstock.compression.raw import Codec
 from penstock.compression.registry import CODECS, codecs_on
-from penstock.compression.zero_value import ZeroValue
+from penstock.compression.zero_value import STREAM_BYTES, ZeroValue
 
 NAMES = [*CODECS, "zero_value+narrow"]
 HEAD_BYTES = 64
@@ -58,3 +58,24 @@ def test_damage_of_lossy_words_stays_within_its_memory(name: str) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         if packed(LOSSY_CODECS[name], words.to(dtype))[0].codec == name:
             assert check_damage(LOSSY_CODECS[name], words.to(dtype), trials=200, first=40) > 40
+
+
+@pytest.mark.parametrize("isa", ON)
+@pytest.mark.parametrize("name", ["zero_value", "exponent", "narrow"])
+def test_large_words_come_back_past_the_cache_and_through_it(name: str, isa: str) -> None:
+    """Past it where they are aligned; the payloads are the same."""
+    draw, payloads, codec = torch.Generator().manual_seed(0), [], ON[isa][name]
+    tensor = torch.randn(STREAM_BYTES // 4 + 1001, generator=draw)
+    tensor = (tensor * 9).int() if name == "narrow" else tensor.relu() if name == "zero_value" else tensor
+    words = words_of(tensor)
+    for before in (0, 4):
+        room = torch.zeros(codec.max_bytes(words.num_words, 32) + 128, dtype=torch.uint8)
+        out = room[-room.data_ptr() % 64 + before :]
+        found = codec.pack(words, out.data_ptr())
+        assert found.codec == name
+        payloads.append(out[: found.num_bytes])
+        back = torch.full((tensor.nbytes + 128,), 9, dtype=torch.uint8)
+        back = back[-back.data_ptr() % 64 + before :][: tensor.nbytes]
+        codec.unpack(out.data_ptr(), found.num_bytes, words_in(back, tensor))
+        assert torch.equal(back, tensor.view(torch.uint8))
+    assert torch.equal(*payloads)

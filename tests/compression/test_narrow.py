@@ -7,9 +7,7 @@ import pytest
 import torch
 from payloads import DTYPES, check_lossless, packed, random_bits, unpacked, with_number
 
-from penstock.compression import narrow
 from penstock.compression.errors import CodecError
-from penstock.compression.geometry import Words
 from penstock.compression.kernels.jit import host_isas
 from penstock.compression.narrow import HEAD_BYTES, Narrow
 
@@ -96,17 +94,6 @@ def test_words_take_the_bits_of_their_range(codec: Narrow, tensor: torch.Tensor,
         return
     rows_of_words, bits = -(-len(tensor) // (64 // tensor.itemsize)), 8 * tensor.itemsize
     assert found == ("narrow", HEAD_BYTES + 64 * -(-rows_of_words * width // bits))
-
-
-def test_streaming_stores_restore_a_large_tensor(codec: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(narrow, "_STREAM_BYTES", 1 << 16)
-    tensor = integers(torch.int64, 20_011, 13, -7)
-    payload = packed(codec, tensor)[1]
-    room = torch.zeros(tensor.nbytes + 128, dtype=torch.uint8)
-    for first in (-room.data_ptr() % 64, -room.data_ptr() % 64 + 8):  # streamed, and not aligned for it
-        back = room[first : first + tensor.nbytes].fill_(9)
-        codec.unpack(payload.data_ptr(), len(payload), Words(back.data_ptr(), 20_011, 64, torch.int64))
-        assert torch.equal(back, tensor.view(torch.uint8))
 
 
 def test_a_payload_has_the_one_length_of_its_width(codec: Narrow) -> None:

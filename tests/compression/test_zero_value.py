@@ -11,7 +11,7 @@ from penstock.compression.errors import CodecError
 from penstock.compression.frame import BLOCK, sections
 from penstock.compression.kernels.jit import host_isas
 from penstock.compression.raw import Packed
-from penstock.compression.zero_value import SLACK, STREAM_BYTES, ZeroValue, num_values
+from penstock.compression.zero_value import SLACK, ZeroValue, num_values
 
 
 @pytest.fixture(params=host_isas(), scope="module")
@@ -64,23 +64,6 @@ def test_words_come_back_where_a_mask_is_set(codec, num_words, density, seed) ->
         np.testing.assert_array_equal(back, np.where(is_set, words, 0))
 
 
-def test_values_may_lie_apart(codec: ZeroValue) -> None:
-    for bits in BITS:
-        for num_words in (7 * BLOCK, 7 * BLOCK + 1003):
-            words = memory(random_words(num_words, bits, 0.3))
-            mask, values = guarded(sections(num_words).values).numpy(), words[words != 0]
-            mask[:] = 255
-            room = guarded(words.nbytes + SLACK).numpy()
-            assert codec.pack_to(words_of(words), at(mask), at(room)) == len(values)
-            np.testing.assert_array_equal(mask, mask_of(words != 0))
-            np.testing.assert_array_equal(room[: values.nbytes], values.view(np.uint8))
-            apart, back = memory(values), guarded(words.nbytes).numpy().view(words.dtype)
-            codec.unpack_from(at(mask), at(apart), len(apart), words_of(back))
-            np.testing.assert_array_equal(back, words)
-        full = random_words(7 * BLOCK, bits, 1)
-        assert codec.pack_to(words_of(full), at(mask), at(room)) is None
-
-
 def count_refused(area: np.ndarray, seed: int, call: Callable[[], object]) -> int:
     """Call 60 times, each with up to 30 bytes of ``area`` overwritten; returns how often it was refused."""
     rng, refused = np.random.default_rng(seed), 0
@@ -131,25 +114,6 @@ def test_bits_beyond_the_last_word_are_refused(codec: ZeroValue) -> None:
         codec.pack_masked(words_of(words), at(mask), at(room))
     with pytest.raises(CodecError, match="bitmap and offsets"):
         codec.unpack_masked(at(room), 4, at(mask), words_of(words))
-
-
-def test_streaming_stores_restore_a_large_tensor(codec: ZeroValue) -> None:
-    num_words = STREAM_BYTES // 4 + 1001
-    words = random_words(num_words, 32, 0.3)
-    out = np.zeros(codec.max_bytes(num_words, 32), np.uint8)
-    found = codec.pack(words_of(words), at(out))
-    is_set, values = random_words(num_words, 8, 0.5) != 0, np.zeros(num_words + SLACK, np.uint32)
-    mask = mask_of(is_set)
-    num_bytes = 4 * codec.pack_masked(words_of(words), at(mask), at(values))
-    room = np.zeros(words.nbytes + 128, np.uint8)
-    for first in (-at(room) % 64, -at(room) % 64 + 4):  # streamed, and not aligned for it
-        back = room[first : first + words.nbytes].view(np.uint32)
-        back[:] = 9
-        codec.unpack(at(out), found.num_bytes, words_of(back))
-        np.testing.assert_array_equal(back, words)
-        back[:] = 9
-        codec.unpack_masked(at(values), num_bytes, at(mask), words_of(back))
-        np.testing.assert_array_equal(back, np.where(is_set, words, 0))
 
 
 def test_a_sample_of_blocks_decides_for_raw(codec: ZeroValue) -> None:
