@@ -160,24 +160,18 @@ class Avx2(Portable):
         self.row = self.row_lanes * self.per_lane  # bytes
 
     def globals(self) -> list[str]:
-        masks = range(1 << self.row_lanes)
-        tables = [
-            _table(f"compress{self.bits}", [self._indices(self._compressed(mask)) for mask in masks]),
-            _table(f"expand{self.bits}", [self._indices(self._expanded(mask)) for mask in masks]),
-        ]
+        lanes = range(self.row_lanes)
+        kept = [[lane for lane in lanes if mask >> lane & 1] for mask in range(1 << self.row_lanes)]
+        tables = {
+            "compress": [row + [None] * (self.row_lanes - len(row)) for row in kept],
+            "expand": [[row.index(lane) if lane in row else None for lane in lanes] for row in kept],
+        }
+        texts = [_table(f"{name}{self.bits}", map(self._indices, rows)) for name, rows in tables.items()]
         if self.bits < 32:
-            return [*tables, "declare <16 x i8> @llvm.x86.ssse3.pshuf.b.128(<16 x i8>, <16 x i8>)"]
-        return [*tables, "declare <8 x i32> @llvm.x86.avx2.permd(<8 x i32>, <8 x i32>)"]
+            return [*texts, "declare <16 x i8> @llvm.x86.ssse3.pshuf.b.128(<16 x i8>, <16 x i8>)"]
+        return [*texts, "declare <8 x i32> @llvm.x86.avx2.permd(<8 x i32>, <8 x i32>)"]
 
-    def _compressed(self, mask: int) -> list[int | None]:
-        kept: list[int | None] = [lane for lane in range(self.row_lanes) if mask >> lane & 1]
-        return kept + [None] * (self.row_lanes - len(kept))
-
-    def _expanded(self, mask: int) -> list[int | None]:
-        below = [(mask & ((1 << lane) - 1)).bit_count() for lane in range(self.row_lanes)]
-        return [below[lane] if mask >> lane & 1 else None for lane in range(self.row_lanes)]
-
-    def _indices(self, lanes: list[int | None]) -> list[int]:
+    def _indices(self, lanes: Iterable[int | None]) -> list[int]:
         per = self.per_lane
         return [_NONE if lane is None else lane * per + i for lane in lanes for i in range(per)]
 
