@@ -290,14 +290,9 @@ class FrameSpec(NamedTuple):
         strides = header.strides if self.strides is None else self.strides
         asks = self.requires_grad and (header.requires_grad or not self.frozen)
         codec = header.codec if header.codec in self.codecs else " or ".join(sorted(self.codecs))
-        for name, promised, found in (
-            ("dtype", self.dtype, header.dtype),
-            ("sizes", self.sizes, header.sizes),
-            ("strides", strides, header.strides),
-            ("codec", codec, header.codec),
-            ("requires_grad", asks, header.requires_grad),
-        ):
-            if promised != found:
+        spec = {"dtype": self.dtype, "sizes": self.sizes, "strides": strides, "codec": codec}
+        for name, promised in (spec | {"requires_grad": asks}).items():
+            if promised != (found := getattr(header, name)):
                 return f"{name} {promised}, found {found}"
         return "all values, found those at the set bits of a mask"
 

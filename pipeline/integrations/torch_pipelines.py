@@ -49,7 +49,7 @@ def pack_transfers(schedule: Any, codec: str = "auto", *, deadline: float = 60.0
         ScheduleError: this is no such schedule, it packs already, or a stage is not on a CPU.
         CodecError: no lossless codec has this name. TransportError: a rank did not make this call in time.
     """
-    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    stages: list[Any] = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if not all(hasattr(stage, name) for stage in stages for name in REPLACED):
         rule = "pack_transfers takes a schedule of torch.distributed.pipelining"
         raise ScheduleError(f"{rule}, found {type(schedule).__name__}; make one, such as Schedule1F1B")

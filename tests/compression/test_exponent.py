@@ -152,19 +152,6 @@ def test_kernels_write_what_their_twin_writes_and_read_it(kernels, kind, num_gro
         np.testing.assert_array_equal(unpack_words(kernels, twin, len(words), bits, stream=stream), words)
 
 
-def test_pack_gives_up_at_its_limit(kernels: jit.Kernels) -> None:
-    words = memory(floats(3 * BLOCK, 16, "any bits"))
-    room, ends = guarded(64 * 1024).numpy(), np.zeros(3, np.uint64)
-    kernel, plan = (
-        kernels.call[kernel_name("pack", 16, PLANS[1], stream=False)],
-        np.frombuffer(plan_of(words, PLANS[1]), np.uint8),
-    )
-    sections = (at(plan[16:]), at(room), at(room[16384:]), at(ends), at(room[32768:]))
-    assert kernel(at(words), 192, *sections, 0, 1 << 20) == ends[2]
-    assert kernel(at(words), 192, *sections, 0, int(ends[1])) == ends[2]
-    assert kernel(at(words), 192, *sections, 0, int(ends[1]) - 1) == -1
-
-
 @pytest.mark.parametrize("bits", DTYPES)
 def test_count_is_that_of_its_runs(kernels: jit.Kernels, bits: int) -> None:
     words = memory(floats(1001, bits, "wide"))
