@@ -99,14 +99,20 @@ _kept = Scratch()
 def encode(tensor: Tensor | None, codec: str = "zero_value", *, mask: Tensor | None = None) -> Tensor:
     """Pack ``tensor`` into a frame; ``decode`` restores it bit for bit (NaN, -0.0 and empty included).
 
-    Args:    tensor: any shape, dense dtype and strides, on the CPU or a GPU; one whose elements overlap or
-             span more than 64 times their number is made contiguous first. None gives a frame of None.
-             codec: a name in ``CODECS``.
-             mask: a frame of the same sizes and strides; where its tensor is zero, ``tensor`` is left out,
-             and ``decode`` with the same mask gives zeros there.
-    Returns: 1-D uint8 tensor, exactly the frame, no longer than ``tensor.nbytes`` and the header, on the
-             tensor's device. A long one may begin a longer storage, whose other pages take no memory.
-    Raises:  CodecError: the tensor is sparse, quantised, nested or on another device, or no such codec.
+    Args:
+        tensor: Any shape, dense dtype and strides, on the CPU or a GPU; one whose elements overlap or span
+            more than 64 times their number is made contiguous first. None gives a frame of None.
+        codec: A name in ``CODECS``.
+        mask: A frame of the same sizes and strides; where its tensor is zero, ``tensor`` is left out, and
+            ``decode`` with the same mask gives zeros there.
+
+    Returns:
+        1-D uint8 tensor, exactly the frame, no longer than ``tensor.nbytes`` and the header, on the tensor's
+        device. A long one may begin a longer storage, whose other pages take no memory.
+
+    Raises:
+        CodecError: The tensor is sparse, quantised, nested or on another device, or no such codec.
+
     Source:  Rhu et al., Compressing DMA Engine, HPCA 2018, section 4.
     """
     codec_named(codec)
@@ -182,15 +188,20 @@ def decode(
     Memory is taken only once the payload accounts for it: with the gaps between elements at most 64 bytes per
     byte of a raw payload, 4,096 of a packed one, or of the mask's; while it unpacks, up to three times that.
 
-    Args:    frame: 1-D uint8 tensor of the frame's exact length.
-             buffer: memory for the tensor, 1-D uint8 at a multiple of 64 and of at least
-             ``decoded_bytes(header)`` bytes; default: new memory.
-             mask: the frame that ``encode`` was given as mask; needed if it was used.
-             max_bytes: refuse a tensor of more bytes, its gaps and repeated elements included; default: what
-             the header says.
-    Returns: the tensor, or None for the frame of None.
-    Raises:  CodecError: the frame is truncated or damaged, the buffer does not fit, or there is no memory;
-             nothing else ever.
+    Args:
+        frame: 1-D uint8 tensor of the frame's exact length.
+        buffer: Memory for the tensor, 1-D uint8 at a multiple of 64 and of at least ``decoded_bytes(header)``
+            bytes; default: new memory.
+        mask: The frame that ``encode`` was given as mask; needed if it was used.
+        max_bytes: Refuse a tensor of more bytes, its gaps and repeated elements included; default: what the
+            header says.
+
+    Returns:
+        The tensor, or None for the frame of None.
+
+    Raises:
+        CodecError: The frame is truncated or damaged, the buffer does not fit, or there is no memory; nothing
+            else ever.
     """
     if isinstance(frame, Tensor) and frame.is_cuda:
         from .gpu import frames

@@ -134,10 +134,15 @@ def save(
     What is in flight is finished first. Every rank writes its part, into one folder that all of them see: on
     several machines a shared one. Until the last byte is there the former checkpoint stays.
 
-    Args:    notes: what ``load`` shall return, as far as JSON can say it: an epoch, a place in the data.
-             keep: write it into ``folder/step_00000012`` instead, where only so many of the newest stay;
-             those of later steps are of another past, and go, too. ``newest(folder)`` finds the last one.
-    Raises:  ConfigError: the file system refuses. PlanError: another rank failed."""
+    Args:
+        notes: What ``load`` shall return, as far as JSON can say it: an epoch, a place in the data.
+        keep: Write it into ``folder/step_00000012`` instead, where only so many of the newest stay; those of
+            later steps are of another past, and go, too. ``newest(folder)`` finds the last one.
+
+    Raises:
+        ConfigError: The file system refuses.
+        PlanError: Another rank failed.
+    """
     if keep is not None:
         check_count(keep=keep)
     root = Path(folder)
@@ -178,9 +183,13 @@ def load(pipe: Pipeline, folder: str | Path) -> Mapping[str, Any]:
     What is in flight is finished first. A checkpoint of asynchronous training fits the same schedule, policy
     and cuts only, because they decide which weights a micro-batch sees.
 
-    Returns: the notes that it was saved with.
-    Raises:  CheckpointError: there is none, or some of it is damaged. PlanError: it does not suit. Both on
-             every rank, and nothing changed."""
+    Returns:
+        The notes that it was saved with.
+
+    Raises:
+        CheckpointError: There is none, or some of it is damaged.
+        PlanError: It does not suit. Both on every rank, and nothing changed.
+    """
     with pipe.interrupts.alone():
         pipe.drain()
         pipe.failures.check_open()

@@ -97,14 +97,16 @@ class Pipeline:
         autocast: dtype that forward and loss are cast to by torch.autocast, without its weight cache.
         weight: targets -> over how much the loss is a mean (default: the number of samples). "summed": the
             losses of micro-batches add up to that of the batch, as they are.
-        seed: of random layers (``penstock.layer_seed``). deadline: seconds that any wait for a rank may take.
+        seed: of random layers (``penstock.layer_seed``).
+        deadline: seconds that any wait for a rank may take.
         world: the ranks that train; None: those of the default process group where one is initialised, else
             this process alone.
         device: where this rank computes: "cpu", "cuda" (by the number of the rank on its machine), "cuda:1",
             "auto". None: where the world says, else where the model's parameters are.
         detect_anomaly: refuse the first layer whose output, or gradient, is NaN (StageError), before an
             update. ``guard``: its old name, which is refused.
-        memory, disk: how what waits in a tier is moved; what the tier "disk" of this rank may use.
+        memory: how what waits in a tier is moved.
+        disk: what the tier "disk" of this rank may use.
         load_weights: for a model on the meta device: a safetensors file of its state_dict, or the index of
             several, of which a rank reads what its stages hold.
         init_weights: the same without a file, or for the buffers that a file does not have: a function of
@@ -113,6 +115,7 @@ class Pipeline:
             to speed, from step to step.
         graph: what ``trace`` returned for ``model``; None: the plan's, or on a rank without one, the model is
             traced with made-up inputs.
+
     Raises:
         PlanError: the plan was made for another model, a cut cannot be trained exactly, ranks were given
             different things, or another rank refused.

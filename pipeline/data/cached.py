@@ -362,12 +362,14 @@ def cached(
         job: Name of this training job.
         batch_size: Of the loader.
         epochs: How many passes there will be; None: unknown.
-        shuffle, seed: Order of ``sampler``.
+        shuffle: ``sampler`` has another order in every epoch.
+        seed: That of these orders.
         decoded: Keep whole samples of a data set that does not tell how it reads and decodes them; the same
             number must always give the same sample.
         data: Name of the samples for other jobs, where they are not files that are told by their paths: the
             same name gets the same bytes.
-        socket, backend: Where the cache is: that of a broker, or of a Redis server.
+        socket: Where the broker listens; None: where it does by default.
+        backend: A Redis server in its place: "redis://HOST:PORT/DB".
 
     Raises:
         ConfigError: The data set cannot be cached."""

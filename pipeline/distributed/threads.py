@@ -43,9 +43,15 @@ def in_threads(function: Callable[[World], T], *, ranks: int, deadline: float = 
     A Pipeline in it takes that ``world=world`` and a model that no other thread has. What draws from torch's
     own generator (``torch.randn``) is done before, or with a ``torch.Generator``: it would draw among layers.
 
-    Args:    deadline: seconds that a wait for all of them may take, and the others once one has failed.
-    Returns: what the calls return, by rank.
-    Raises:  what the first call raised that failed by itself; the others are told, and end."""
+    Args:
+        deadline: Seconds that a wait for all of them may take, and the others once one has failed.
+
+    Returns:
+        What the calls return, by rank.
+
+    Raises:
+        What the first call raised that failed by itself; the others are told, and end.
+    """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} must be 1 or more: each is a thread")
     return run_threads(worlds_of(ranks, deadline=deadline), function)

@@ -95,13 +95,21 @@ _KINDS: dict[str, Any] = {field.name: type(field.default) for field in dataclass
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
-    """One step; the same on every rank but for ``seconds``, which each rank measures itself, and for
-    ``outputs``: the model's on the batch, if they were asked for, where the last stage is. ``asked``: the
-    largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything. ``replicas``: what each
-    rank of every stage reports, of which ``stages`` is made, where some stage is on several ranks.
-    ``num_tokens``: elements of the first input of whole numbers of shape (samples, length), where the model
-    has such a one. ``learning_rate``: that of this rank's first parameters. ``gradient_norm``: of all
-    gradients before they were clipped by it, else None."""
+    """One step; the same on every rank but for ``seconds`` and ``outputs``.
+
+    Attributes:
+        step: Its number, from 0.
+        loss: That of the batch.
+        seconds: As this rank measured them.
+        num_samples: Of the batch.
+        stages: What each stage did and held.
+        outputs: The model's on the batch, if they were asked for, where the last stage is.
+        asked: The largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything.
+        replicas: What each rank of every stage reports, where some stage is on several ranks.
+        learning_rate: That of this rank's first parameters.
+        gradient_norm: Of all gradients before they were clipped by it, else None.
+        num_tokens: Elements of the first input of whole numbers of shape (samples, length); None without one.
+    """
 
     step: int
     loss: float

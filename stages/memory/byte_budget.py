@@ -157,11 +157,18 @@ PREFETCH_LAYERS = 4  # layers: "auto"; what is read within so many is brought ba
 class MemoryOptions:
     """Options of a rank for what leaves it for a while; no bit depends on them, and ranks may differ.
 
-    ``prefetch_layers``: what is read within so many layers of the program is brought back;
-    ``writeout_layers``: what is not read within so many leaves; parameters of the last so many layers of a
-    forward stay for its backward, where there is no limit. None: as far ahead as is of use.
-    ``host``: the most bytes of the tier ``host``, as ``"8GiB"``; None: no limit.
-    Raises:  ConfigError: not a count. PlanError: no size in bytes."""
+    Attributes:
+        prefetch_layers: What is read within so many layers of the program is brought back. None: as far ahead
+            as is of use.
+        writeout_layers: What is not read within so many layers leaves; parameters of the last so many layers
+            of a forward stay for its backward, where there is no limit. None: as far ahead as is of use.
+        host: The most bytes of the tier ``host``, as ``"8GiB"``; None: no limit.
+
+
+    Raises:
+        ConfigError: Not a count.
+        PlanError: No size in bytes.
+    """
 
     prefetch_layers: int | None = None
     writeout_layers: int | None = None

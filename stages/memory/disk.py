@@ -58,8 +58,10 @@ def aligned(num_bytes: int) -> int:
 class DiskOptions:
     """Options of the tier ``disk`` of a rank.
 
-    ``path``: the folder of its file; None: the one for temporary files. ``budget``: the most bytes of the
-    file, as ``"20GiB"``, 0: nothing goes there; None: no limit."""
+    Attributes:
+        path: The folder of its file; None: the one for temporary files.
+        budget: The most bytes of the file, as ``"20GiB"``. 0: nothing goes there; None: no limit.
+    """
 
     path: str | Path | None = None
     budget: int | str | None = None

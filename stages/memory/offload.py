@@ -86,19 +86,24 @@ def offload(
     GPU a stream beside. What is written through ``.data`` after it was saved is seen by nobody, and
     only forwards in the thread that entered the block are meant.
 
-    Args:    tier: "packed" leaves the frames where they were made, and what does not shrink as it is; "host"
-             copies those of a GPU to pinned host memory, and is the same as "packed" on a CPU; "disk" writes
-             them to a file that has no name, so that nothing of it stays.
-             codec: a name in ``penstock.CODECS``, or "auto": zeros and exponents, either where it pays.
-             min_bytes: storages of fewer bytes stay.
-             budget: the most bytes of frames at a time; what finds no room stays as it is. None: no limit.
-             path: the folder of the file of "disk"; None: the one for temporary files.
-             keep: a model whose parameters and buffers stay, or such tensors; those that ask for a gradient
-             are known without it.
-             ahead: how many storages are brought back before they are asked for.
-    Raises:  ConfigError: no such tier, folder, ``keep`` or ``ahead``. PlanError: no size in bytes.
-             CodecError: no such codec. StageError, in the backward: what was saved was written to since;
-             torch's own check does not reach behind hooks.
+    Args:
+        tier: "packed" leaves the frames where they were made, and what does not shrink as it is; "host"
+            copies those of a GPU to pinned host memory, and is the same as "packed" on a CPU; "disk" writes
+            them to a file that has no name, so that nothing of it stays.
+        codec: A name in ``penstock.CODECS``, or "auto": zeros and exponents, either where it pays.
+        min_bytes: Storages of fewer bytes stay.
+        budget: The most bytes of frames at a time; what finds no room stays as it is. None: no limit.
+        path: The folder of the file of "disk"; None: the one for temporary files.
+        keep: A model whose parameters and buffers stay, or such tensors; those that ask for a gradient are
+            known without it.
+        ahead: How many storages are brought back before they are asked for.
+
+    Raises:
+        ConfigError: No such tier, folder, ``keep`` or ``ahead``.
+        PlanError: No size in bytes.
+        CodecError: No such codec.
+        StageError, in the backward: What was saved was written to since; torch's own check does not reach
+            behind hooks.
     """
     limit = None if budget is None else parse_bytes(budget, name="budget")
     store = open_store(tier, StoreOptions(path=None if path is None else Path(path), budget=limit))

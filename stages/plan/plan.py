@@ -89,7 +89,10 @@ class Plan:
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
     need. ``graph``: the LayerGraph that it was made from, in this process only.
-    Raises:  PlanError: the fields contradict each other."""
+
+    Raises:
+        PlanError: The fields contradict each other.
+    """
 
     stages: tuple[PlanStage, ...]
     schedule: str
@@ -195,7 +198,9 @@ class Plan:
     def with_shares(self, shares: Sequence[Sequence[int]]) -> Plan:
         """The same with these shares of each stage; none where its replicas are to take as many.
 
-        Raises:  PlanError: a stage cannot be dealt by them."""
+        Raises:
+            PlanError: A stage cannot be dealt by them.
+        """
         if len(shares) != self.num_stages:
             raise PlanError(
                 f"every stage has its shares, found shares of {len(shares)} stages for {self.num_stages}; "

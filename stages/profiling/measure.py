@@ -206,12 +206,18 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
     Of a model on the meta device one layer at a time has values, random ones; what layers save is told by
     shapes, and that nothing of it is zero.
 
-    Args:    example_inputs: one micro-batch, shaped as the example that was traced; on the meta device its
-             numbers are random, and its integers 0.
-             repeats: runs of which the median is taken, after one that is not counted.
-    Returns: the Profile; seconds are per micro-batch with the threads that torch has now. One thread counts
-             its own seconds of a processor, not those in which other programs have it.
-    Raises:  PlanError: the inputs do not suit the traced model."""
+    Args:
+        example_inputs: One micro-batch, shaped as the example that was traced; on the meta device its numbers
+            are random, and its integers 0.
+        repeats: Runs of which the median is taken, after one that is not counted.
+
+    Returns:
+        The Profile; seconds are per micro-batch with the threads that torch has now. One thread counts its
+        own seconds of a processor, not those in which other programs have it.
+
+    Raises:
+        PlanError: The inputs do not suit the traced model.
+    """
     if not isinstance(graph, LayerGraph) or not isinstance(repeats, int) or repeats < 1:
         raise PlanError(
             f"measure takes what trace(model, example) returned and repeats=1 or more, found a "

@@ -120,15 +120,21 @@ def trace(
     Modules keep their own training flags, unless the whole model stands in eval mode: then it is recorded in
     train mode.
 
-    Args:    model: any module; left bit for bit as it was (weights, gradients, mode, random state).
-             example_inputs: one micro-batch as the model takes it: a tuple by position, or a dict by name.
-             autocast: the dtype that training will cast to, None for none.
-             leaves: what is one layer each: classes of modules, paths of modules, functions. Modules of
-             torch.nn are by themselves, and so is the smallest module around a place that other data make run
-             otherwise.
-    Returns: the LayerGraph; a layer is one torch call or one module of torch.nn, with the name that torch.fx
-             would give it.
-    Raises:  PlanError: what the model does cannot be repeated layer by layer."""
+    Args:
+        model: Any module; left bit for bit as it was (weights, gradients, mode, random state).
+        example_inputs: One micro-batch as the model takes it: a tuple by position, or a dict by name.
+        autocast: The dtype that training will cast to, None for none.
+        leaves: What is one layer each: classes of modules, paths of modules, functions. Modules of torch.nn
+            are by themselves, and so is the smallest module around a place that other data make run
+            otherwise.
+
+    Returns:
+        The LayerGraph; a layer is one torch call or one module of torch.nn, with the name that torch.fx would
+        give it.
+
+    Raises:
+        PlanError: What the model does cannot be repeated layer by layer.
+    """
     if not isinstance(model, nn.Module):
         raise PlanError(f"a model is a torch.nn.Module, found {type(model).__name__}")
     call, given = Call.of(model, example_inputs)
