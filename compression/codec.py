@@ -157,6 +157,8 @@ def pack_into(
     if not pooled:
         check_memory(buffer)
     if tensor is None:
+        if (found := buffer.numel()) < (needed := header_bytes(0)):
+            raise CodecError(f"None needs a buffer of {needed} bytes, found {found}; make it longer")
         return write_header(buffer, no_tensor())
     geo, dtype = _geometry_of(tensor), tensor.dtype
     chosen, start, needed = _layout(geo, codec)

@@ -144,7 +144,8 @@ def check_memory(buffer: Tensor) -> None:
     plain = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_cpu and buffer.is_contiguous()
     if not plain or not in_memory(buffer, buffer.numel()):
         found = f"{buffer.dtype} on {buffer.device}, sizes {tuple(buffer.shape)}, strides {buffer.stride()}"
-        raise CodecError(f"{rule}, found a {type(buffer).__name__} of {found}; pass a real tensor")
+        remedy = "pass a real tensor" if plain else "convert or move it"
+        raise CodecError(f"{rule}, found a {type(buffer).__name__} of {found}; {remedy}")
 
 
 @lru_cache(maxsize=256)

@@ -170,7 +170,7 @@ def has_bitmap(codec: str) -> bool:
 
 
 def bitmap_bytes(header: Header, dtype: torch.dtype | None, geo: Geometry) -> slice | None:
-    """Return the place of bitmap and offsets in the frame of ``header``.
+    """Return the place of the bitmap in the frame of ``header``.
 
     None where it has none (it travelled raw, say), or where a tensor of this dtype and geometry has its words
     in another order; CodecError where the payload is too short for a bitmap.

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -553,6 +553,12 @@ class Pipeline:
         if self.leaves and not self.failures.first:
             self.world.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def is_last(self) -> bool:
         """True if this process holds the last stage (its first replica), which has losses and outputs."""
@@ -620,7 +626,11 @@ class Pipeline:
         for stage, num_bytes in self.replicas.exchanged_bytes().items():
             reports[stage].exchanged_bytes = num_bytes
         shares = {index: step.micro_batches[index].share for index in losses}
-        mine = total_loss(losses, shares, mean=self.plan.streams) if self.is_last else 0.0
+        mine = (
+            total_loss(losses, shares, mean=self.plan.streams and self.weight != "summed")
+            if self.is_last
+            else 0.0
+        )
         told = gather_reports(self.world, mine, reports, ranks=self.ranks_of_stages, asked=self.asked)
         norm = None if self.update.norm is None else float(self.update.norm)
         return Report(

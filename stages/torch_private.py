@@ -1,4 +1,4 @@
-"""Names that torch does not promise: every private one that ``stages`` relies on, each with its reason.
+"""Names that torch does not promise: every private one that stages and pipeline rely on, with its reason.
 
 A release of torch may change any of them; ``tests/stages/test_torch_private.py`` says what breaks then.
 """
@@ -19,23 +19,30 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.fx import _symbolic_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _module
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
+from torch.optim import optimizer as _optimizers
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import (
     TreeSpec,
+    keystr,
     tree_flatten,
+    tree_flatten_with_path,
     tree_is_leaf,
     tree_leaves,
     tree_map,
     tree_map_only,
     tree_unflatten,
 )
+from torch.utils.data._utils import signal_handling as _signal_handling
 
 __all__ = [
-    "BatchOrInstanceNorm", "TorchDispatchMode", "TreeSpec", "preserve_version_counter", "pytree",
-    "tree_flatten", "tree_is_leaf", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+    "BatchNorm", "BatchOrInstanceNorm", "TorchDispatchMode", "TreeSpec", "group_tensors", "keystr",
+    "preserve_version_counter", "pytree", "tree_flatten", "tree_flatten_with_path", "tree_is_leaf",
+    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 
 # -- memory: who has the same, and who else holds it ----------------------------------------------------
@@ -191,3 +198,37 @@ schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 def wrapped_functions() -> Iterator[tuple[dict[str, Any], str]]:
     """Globals and name of every function that is marked with ``torch.fx.wrap``."""
     yield from ((frame, name) for (_, name), frame in _symbolic_trace._wrapped_fns_to_patch.items())
+
+
+# -- optimizers and loaders: what the pipeline relies on --------------------------------------------------
+
+foreach_norm: Callable[[list[torch.Tensor]], list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+"""Norms of tensors of one device and dtype in one call."""
+unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateImportUsage]
+"""GradScaler's kernel: multiplies gradients of one device and dtype, and notes one that is not finite."""
+update_scale: Callable[..., torch.Tensor] = torch._amp_update_scale_  # pyright: ignore[reportPrivateImportUsage]
+"""GradScaler's rule for the next scale."""
+without_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""Context in which no ``__torch_function__`` sees a call."""
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks of its own have a part in the steps of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def has_global_step_hooks() -> bool:
+    """Return whether hooks have a part in the steps of all optimizers."""
+    return bool(_optimizers._global_optimizer_pre_hooks or _optimizers._global_optimizer_post_hooks)
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of a module itself, which may be replaced without a check."""
+    return module._buffers
+
+
+def ignore_worker_deaths(batches: Any) -> None:
+    """Have torch's handler of SIGCHLD watch the processes of a DataLoader's iterator no longer."""
+    if batches._worker_pids_set:
+        _signal_handling._remove_worker_pids(id(batches))  # pyright: ignore[reportPrivateImportUsage]
+        batches._worker_pids_set = False

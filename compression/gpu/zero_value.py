@@ -108,7 +108,7 @@ def decide(
     counts, offsets, facts, num_blocks, whole, num_first, num_samples, num_bytes, section_bytes, pad,
     BLOCK: tl.constexpr, WORD_BYTES: tl.constexpr, MOST: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Decide as ``ZeroValue.pack_elsewhere`` does whether words travel raw; one program.
+    """Decide as ``ZeroValue.pack_to`` does whether words travel raw; one program.
 
     Args:    facts: receives the payload's bytes and its codec's number. num_first, num_samples:
              blocks looked at first, 0 where the tensor is short. pad: words of padding behind the offsets.

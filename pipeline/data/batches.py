@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate, get_worker_info
 
 from ...compression.errors import ConfigError, PenstockError
 from ...stages.split_inputs import Split
+from ...stages.torch_private import tree_leaves
 from .cached import CacheReader, Counts
 from .random_draws import drawing, order_of
 

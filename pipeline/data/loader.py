@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
 
 from ...compression.errors import ConfigError, TransportError
+from ...stages.torch_private import ignore_worker_deaths
 from .batches import BatchIndex, BatchReader, IterableTable, LoadedBatch, Table, unreadable
 from .cache.policy import Times
 from .cached import Counts
@@ -247,9 +247,7 @@ def _ask_for_deaths(batches: Any) -> None:
 
     Its handler of SIGCHLD raises wherever this process happens to be, in a step as well."""
     with contextlib.suppress(AttributeError):  # one without processes, or of another torch
-        if batches._worker_pids_set:
-            signal_handling._remove_worker_pids(id(batches))  # pyright: ignore[reportPrivateImportUsage]
-            batches._worker_pids_set = False
+        ignore_worker_deaths(batches)
 
 
 def _as_it_is(read: LoadedBatch) -> LoadedBatch:

@@ -90,7 +90,7 @@ def listing(where: Path, *, times: bool = False) -> str:
     """Return a digest of the names and sizes of all files there, of their times as well if asked."""
     digest = hashlib.blake2b(digest_size=16)
     top = where if where.is_dir() else where.parent
-    for folder, _, names in sorted(os.walk(where)) or [(top, [], [where.name])]:
+    for folder, _, names in [(top, [], [where.name])] if where.is_file() else sorted(os.walk(where)):
         for name in sorted(name for name in names if not name.startswith(_TOKEN)):
             file = Path(folder, name)
             status = file.stat()

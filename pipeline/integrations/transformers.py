@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer, TrainingArguments, get_scheduler
@@ -33,12 +35,15 @@ class PipelineTrainer(Trainer):
     evaluation, checkpoints and ``resume_from_checkpoint`` are those of Trainer; rank 0 writes the files.
 
     Args:
-        model: As for Trainer; it returns its loss. ``args``, ``train_dataset`` and all others likewise.
+        model: As for Trainer; it returns its loss.
+        args: As for Trainer.
         pipeline: Arguments of ``Pipeline.of``, such as ``stages``, ``cuts``, ``schedule``, ``codec``,
             ``memory`` and ``autocast``. By default there are as many stages as ranks, and 2 in one process.
+        named: All others of Trainer.
 
     Attributes:
-        pipe: The Pipeline, from the first step on; until then the model is whole.
+        pipe: The Pipeline, from the first step on; until then the model is whole. After training the model of
+            rank 0 is whole again.
 
     Raises:
         ConfigError: An argument of Trainer asks for what a pipeline does in another way, or not at all.
@@ -48,38 +53,44 @@ class PipelineTrainer(Trainer):
         self,
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
-        *arguments: Any,
+        *,
         pipeline: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
+        self.options = dict(pipeline or {})
         args = args or TrainingArguments("tmp_trainer")
-        _check(type(self), args, named)
+        _check(type(self), args, {"options": self.options, **named})
         state = args.distributed_state  # it has joined the ranks of torchrun
-        self.ranks = 1 if state is None else state.num_processes
+        is_joined = dist.is_available() and dist.is_initialized()
+        if not is_joined and not self.options.keys() & {"stages", "cuts", "ranks", "replicas", "program"}:
+            self.options["stages"] = 2
+        self.options.setdefault("deadline", float(args.ddp_timeout))  # rank 0 writes and evaluates alone
         if state is not None:  # from here on Trainer sees one process: the same batches on all ranks
             state.num_processes, state.distributed_type = 1, DistributedType.NO
+            state.process_index = dist.get_rank() if is_joined else 0
+        args._n_gpu = min(1, args.n_gpu)
+        args.accelerator_config.dispatch_batches = False  # pyright: ignore[reportAttributeAccessIssue]
         self.pipe: Pipeline | None = None
-        self.options: dict[str, Any] = {"stages": max(2, self.ranks)} | dict(pipeline or {})
-        if "cuts" in self.options and "stages" not in (pipeline or {}):
-            del self.options["stages"]
         self._micro_batches: list[dict[str, Any]] = []
         self._checkpoint: Path | None = None
-        super().__init__(model, args, *arguments, **named)
+        super().__init__(model, args, **named)
 
     # Training: Trainer's loop calls these for every micro-batch and every step.
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return a stand-in without gradients, whose learning rate is logged: stages have optimizers."""
+        if self.pipe is not None:
+            raise ConfigError(
+                "a PipelineTrainer trains once, found a second train(); make another one, and give "
+                "resume_from_checkpoint="
+            )
         self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.args.learning_rate)
         return self.optimizer
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> Any:
-        """Return the scheduler of the stand-in."""
-        self._steps = num_training_steps
-        self._logged = super().create_scheduler(num_training_steps, optimizer)
-        return self._logged
+    def get_batch_samples(self, *arguments: Any) -> Any:
+        """Return the micro-batches of the next step; what an interrupt left of the last one is forgotten."""
+        self._micro_batches = []
+        return super().get_batch_samples(*arguments)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -88,7 +99,7 @@ class PipelineTrainer(Trainer):
         model.train()
         self._micro_batches.append(self._arguments(inputs, num_items_in_batch))
         loss = 0.0
-        if len(self._micro_batches) == self.current_gradient_accumulation_steps:
+        if self.accelerator.sync_gradients:
             batch, self._micro_batches = Split(tuple(self._micro_batches)), []
             if self.pipe is None:
                 self.pipe = self._cut(batch.micro_batches[0])
@@ -104,13 +115,10 @@ class PipelineTrainer(Trainer):
 
     def _cut(self, example: Mapping[str, Any]) -> Pipeline:
         """Cut the model, whose weights are whole and of the checkpoint, and go on after its step."""
-        assert self.model is not None
-        scaled = (
-            NUMBER in example
-        )  # the losses of micro-batches add up to that of the batch; else it is their mean
-        decayed = set(self.get_decay_parameter_names(self.model))
         model: Any = self.model
+        decayed = set(self.get_decay_parameter_names(model))
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+        steps, scheduler_options = self.state.max_steps, dict(self.args.lr_scheduler_kwargs or {})  # pyright: ignore
 
         def optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
             groups = [[p for name, p in named if (name in decayed) is decays] for decays in (True, False)]
@@ -123,32 +131,59 @@ class PipelineTrainer(Trainer):
             return get_scheduler(
                 self.args.lr_scheduler_type,
                 optimizer=optimizer,
-                num_warmup_steps=self.args.get_warmup_steps(self._steps),
-                num_training_steps=self._steps,
-                scheduler_specific_kwargs=dict(self.args.lr_scheduler_kwargs or {}),  # pyright: ignore
+                num_warmup_steps=self.args.get_warmup_steps(steps),
+                num_training_steps=steps,
+                scheduler_specific_kwargs=scheduler_options,
             )
 
         pipe = Pipeline.of(
-            self.model,
+            model,
             {name: Constant(value) if name == NUMBER else value for name, value in example.items()},
             micro_batches=self.args.gradient_accumulation_steps,
             loss=_returned,
             optimizer=optimizer,
             scheduler=scheduler,
-            clip=self.args.max_grad_norm or None,
-            weight="summed" if scaled else _equal,
+            clip=self.args.max_grad_norm or math.inf,
+            weight="summed" if NUMBER in example else _equal,
             seed=self.args.seed,
             **self.options,
         )
         if self._checkpoint is not None:
-            self._logged.load_state_dict(load(pipe, self._checkpoint)["scheduler"])
+            self._logged().load_state_dict(load(pipe, self._checkpoint)["scheduler"])
         return pipe
+
+    def _logged(self) -> Any:
+        """The scheduler of the stand-in, whose learning rate is logged."""
+        return self.lr_scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self._report.gradient_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return grad_norm
+        return self._report.gradient_norm
+
+    def _finalize_training(self, *arguments: Any, **named: Any) -> Any:
+        self._complete()
+        return super()._finalize_training(*arguments, **named)
+
+    def _complete(self) -> None:
+        """Bring the weights of all stages into the model of rank 0."""
+        if self.pipe is None or self.pipe.world.is_alone:
+            return
+        state = self.pipe.state_dict()["model"]
+        if self.pipe.rank == 0:
+            with self.pipe.parameters_resident():
+                self.model.load_state_dict(state)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _get_dataloader(self, *arguments: Any, **named: Any) -> Any:
+        state = self.args.distributed_state
+        if state is None:
+            return super()._get_dataloader(*arguments, **named)
+        place, state.process_index = state.process_index, 0  # the processes of all ranks draw alike
+        try:
+            return super()._get_dataloader(*arguments, **named)
+        finally:
+            state.process_index = place
 
     # Evaluation: the rank of the last stage has the outputs, and rank 0 computes with them.
 
@@ -163,22 +198,22 @@ class PipelineTrainer(Trainer):
         if self.pipe is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         number = self._get_num_items_in_batch([inputs], self.args.device)
-        outputs = self.pipe.evaluate(self._arguments(inputs, number))
-        last, world = self.pipe.plan.stages[-1].ranks[0], self.pipe.world
-        source = 0 if world.is_alone else last
-        loss = world.broadcast(0.0 if outputs is None else float(_returned(outputs, None)), source)
+        outputs, world = self.pipe.evaluate(self._arguments(inputs, number)), self.pipe.world
+        source = 0 if world.is_alone else self.pipe.plan.owner(-1)
+        mine = 0.0 if outputs is None else float(_returned(outputs, None))
+        loss = torch.tensor(world.broadcast(mine, source))
         if prediction_loss_only:
-            return torch.tensor(loss), None, None
-        config = getattr(self.model, "config", None)
-        ignored = ignore_keys or getattr(config, "keys_to_ignore_at_inference", [])
-        values = [] if outputs is None else _values(outputs, {"loss", *ignored})
-        gathered = world.gather([encode(value) for value in values])
+            return loss, None, None
+        if ignore_keys is None:
+            ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", [])
+        values = [] if outputs is None else _values(outputs, {"loss", *ignore_keys})
+        gathered = world.gather([encode(value.cpu(), "raw") for value in values])
         if gathered is None:
-            return torch.tensor(loss), None, None
+            return loss, None, None
         found = tuple(decode(frame) for frame in gathered[source])
         labels = tuple(inputs[name] for name in self.label_names if inputs.get(name) is not None)
-        one, other = (part[0] if len(part) == 1 else part or None for part in (found, labels))
-        return torch.tensor(loss), one, other
+        logits, labels = (part[0] if len(part) == 1 else part or None for part in (found, labels))
+        return loss, logits, labels
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> EvalLoopOutput:
         """Evaluate; the metrics are those of rank 0 on all ranks, which decide alike."""
@@ -199,19 +234,32 @@ class PipelineTrainer(Trainer):
         settings.update(before)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.pipe is not None
-        save(self.pipe, Path(output_dir) / FOLDER, notes={"scheduler": self._logged.state_dict()})
+        if self.pipe is None:
+            return
+        best = self.pipe.world.all_gather_json(self.state.best_model_checkpoint)
+        self.state.best_model_checkpoint = best[0]  # other ranks may not see the folder yet
+        save(self.pipe, Path(output_dir) / FOLDER, notes={"scheduler": self._logged().state_dict()})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self._checkpoint = None if checkpoint is None else Path(checkpoint) / FOLDER
+        if checkpoint is None:
+            return
+        found = Path(checkpoint) / FOLDER
+        if not found.is_dir():
+            raise ConfigError(
+                f"a PipelineTrainer goes on from what one saved, found no folder {FOLDER} in {checkpoint}; "
+                "load its model with from_pretrained, and train anew"
+            )
+        self._checkpoint = found
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
             super()._save_rng_state(output_dir)
 
     def _load_best_model(self) -> None:
-        assert self.pipe is not None
+        if self.pipe is None:
+            return super()._load_best_model()
         load(self.pipe, Path(str(self.state.best_model_checkpoint)) / FOLDER)
+        return self._complete()
 
 
 class OffloadMixin:
@@ -238,22 +286,42 @@ def _check(kind: type[Trainer], args: TrainingArguments, named: Mapping[str, Any
             "gradient_accumulation_steps is the number of micro-batches that follow each other through the "
             "stages, 2 at least, found 1; set 8, and divide per_device_train_batch_size by 8"
         )
+    autocast = "give pipeline={'autocast': torch.bfloat16}"
     for name, remedy in {
-        "bf16": "give pipeline={'autocast': torch.bfloat16}",
-        "fp16": "give pipeline={'autocast': torch.bfloat16}",
+        "bf16": autocast,
+        "fp16": autocast,
+        "bf16_full_eval": autocast,
+        "fp16_full_eval": autocast,
         "fsdp": "a stage is held whole by its rank; leave it out",
         "deepspeed": "leave it out",
         "torch_compile": "compile modules of the model instead",
         "label_smoothing_factor": "have the model return the loss that it trains with",
         "save_only_model": "leave it out; a checkpoint also has the parts of the ranks",
+        "save_on_each_node": "leave it out; rank 0 writes, into a folder that all ranks see",
+        "auto_find_batch_size": "leave it out",
+        "gradient_checkpointing": "give pipeline={'recompute': True}",
     }.items():
         if value := getattr(args, name, None):
             raise ConfigError(f"PipelineTrainer takes no {name}, found {value!r}; {remedy}")
-    if named.get("compute_loss_func") or kind.compute_loss is not Trainer.compute_loss:
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise ConfigError(
-            "PipelineTrainer trains with the loss that the model returns, found a compute_loss of your own; "
-            "compute it in the model's forward"
+            f"schedulers of stages step without a metric, found {args.lr_scheduler_type!s}; take another one"
         )
+    if named["options"].get("schedule") == "async_1f1b":
+        raise ConfigError("async_1f1b updates after every micro-batch, Trainer after a step; choose 1f1b")
+    for name in (
+        "compute_loss",
+        "create_optimizer",
+        "create_scheduler",
+        "training_step",
+        "compute_loss_func",
+    ):
+        if named.get(name) or getattr(kind, name, None) is not getattr(PipelineTrainer, name, None):
+            raise ConfigError(
+                f"PipelineTrainer trains with the loss that the model returns, and optimizers of its stages, "
+                f"found a {name} of your own; compute the loss in the model's forward, give "
+                "optimizer_cls_and_kwargs="
+            )
     if any(named.get("optimizers") or ()):
         raise ConfigError(
             "each stage makes its own optimizer, found optimizers=; give optimizer_cls_and_kwargs= or optim="

@@ -9,9 +9,9 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ...stages.device import is_gpu
+from ...stages.torch_private import foreach_norm, group_tensors
 from ..distributed.process_group import World
 
 Norms = Mapping[str, tuple[float, float]]
@@ -38,7 +38,7 @@ def total_norm(found: Sequence[Sequence[float]], *, device: torch.device) -> tor
         return None
     dtypes = [DTYPES[int(kind) - 1] for kind, _ in found]
     stand_ins = [torch.empty(0, dtype=dtype) for dtype in dtypes]
-    alike = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True).values()  # type: ignore[list-item]
+    alike = group_tensors([stand_ins], with_indices=True).values()  # type: ignore[list-item]
     promoted = functools.reduce(torch.promote_types, {dtype.to_real() for dtype in dtypes})
     ordered = [found[i][1] for _, places in alike for i in places]
     return torch.linalg.vector_norm(torch.tensor(ordered, dtype=promoted, device=device))
@@ -54,7 +54,7 @@ def norms(gradients: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float
         else:
             found[name] = 1.0 + DTYPES.index(gradient.dtype), float(torch.linalg.vector_norm(gradient))
     for (_, dtype), alike in queued.items():
-        each = torch._foreach_norm(list(alike.values()))  # pyright: ignore[reportPrivateImportUsage]
+        each = foreach_norm(list(alike.values()))
         numbers = torch.stack([norm.double() for norm in each]).tolist()
         found |= {
             name: (1.0 + DTYPES.index(dtype), number) for name, number in zip(alike, numbers, strict=True)

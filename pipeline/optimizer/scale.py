@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
+from ...stages.torch_private import unscale, update_scale
+
 Scaler = GradScaler | float | None
 
 
@@ -52,7 +54,7 @@ class Scale:
         state = self.scaler.state_dict()
         scale = torch.tensor(state["scale"])
         tracker = torch.tensor(state["_growth_tracker"], dtype=torch.int32)
-        torch._amp_update_scale_(  # pyright: ignore[reportPrivateImportUsage]
+        update_scale(
             scale,
             tracker,
             torch.tensor(float(overflow)),
@@ -84,7 +86,7 @@ def _unscale(gradients: Iterable[torch.Tensor], scale: torch.Tensor) -> bool:
     for gradient in gradients:
         same.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), alike in same.items():
-        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
+        unscale(
             alike,
             found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device)),
             torch.full((), inverse, dtype=torch.float32, device=device),

@@ -16,11 +16,10 @@ import numpy
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._pytree import tree_flatten
 
 from ...compression.errors import PlanError
 from ...stages.device import is_gpu
+from ...stages.torch_private import has_global_step_hooks, has_step_hooks, tree_flatten
 from ...stages.tracing.verify import same_bits
 from .optimizers import Make, Named, make_optimizer, random_kept, settings_of
 
@@ -95,13 +94,8 @@ class InTurn:
 
 def is_separable(optimizer: Optimizer) -> bool:
     """True if it is known to update every parameter by itself, and nobody has a part in its steps either."""
-    of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-    is_touched = _hooks(optimizer) or of_all or "step" in vars(optimizer)
+    is_touched = has_step_hooks(optimizer) or has_global_step_hooks() or "step" in vars(optimizer)
     return type(optimizer) in SEPARABLE and not is_touched
-
-
-def _hooks(optimizer: Optimizer) -> bool:
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def check_separable(
@@ -121,7 +115,7 @@ def check_separable(
         part_of: The stage of each by its name, or its turn.
         made: Optimizers that the function made.
         in_turn: One optimizer steps turn by turn; else every stage has one."""
-    if hooked := next((one for one in made if in_turn and _hooks(one)), None):
+    if hooked := next((one for one in made if in_turn and has_step_hooks(one)), None):
         raise PlanError(
             "with a mirror of the parameters an optimizer steps once for every layer, and "
             f"{type(hooked).__name__} has hooks on its steps; remove them, or leave parameters on the device"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
@@ -23,6 +22,7 @@ from ...stages.profiling.dependencies import dependencies
 from ...stages.profiling.measure import measure
 from ...stages.profiling.memory_table import rows, save, table
 from ...stages.profiling.network_profile import Profile
+from ...stages.torch_private import tree_leaves, tree_map
 from ...stages.tracing.capture.call_spec import Example
 from ...stages.tracing.meta_model import has_meta
 from ...stages.tracing.tracer import LayerGraph, trace

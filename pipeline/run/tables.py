@@ -98,9 +98,11 @@ def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None
 
     def see(report: Report) -> None:
         nonlocal first
+        if not first:
+            return
         ranks = predicted_peaks(report)
         used = (tier for peaks in ranks.values() for tier in peaks if peaks[tier])
-        if first and _is_worth_a_table(used, plan.memory):
+        if _is_worth_a_table(used, plan.memory):
             for rank, peaks in sorted(ranks.items()):
                 held = ", ".join(f"{tier} {show_bytes(peaks[tier])}" for tier in NAMES if peaks[tier])
                 tell(f"rank {rank} will hold at most, by its first step: {held}")

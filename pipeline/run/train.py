@@ -167,9 +167,8 @@ def assemble(
     Args:   folder: where the tier disk has its file unless ``memory.path=`` says otherwise.
             world: the ranks, where they are not those of the default process group."""
     memory = config.memory
-    path = memory.path or (
-        folder.path if folder.path.is_dir() else None
-    )  # other machines may lack the folder
+    # Other machines may lack the folder.
+    path = memory.path or (folder.path if folder.path.is_dir() else None)
     return Pipeline(
         model,
         plan,

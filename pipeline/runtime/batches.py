@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple
 import numpy
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ...compression.errors import PlanError, StageError
 from ...stages.device import CPU, KINDS, Device
 from ...stages.split_inputs import Column
+from ...stages.torch_private import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ...stages.tracing.layers import casting
 
 Weight = Callable[[Any], float] | Literal["summed"] | None
@@ -116,7 +116,7 @@ def _parts(column: Column, sizes: Sequence[int], *, whole: bool) -> Sequence[tor
         return [column] * len(sizes) if whole else column.split(list(sizes))
     if (found := [len(part) for part in column]) != list(sizes):
         raise PlanError(
-            f"all inputs of a Split have the same sizes, found {str(list(sizes))[1:-1]}; {str(found)[1:-1]}"
+            f"all inputs of a Split have the same sizes, found {list(sizes)} and {found}; split them alike"
         )
     return column
 

@@ -20,6 +20,7 @@ from ...stages.device import Device, device_named, device_of, home_of, is_gpu, m
 from ...stages.plan.plan import Plan
 from ...stages.safetensors_io import WeightsFile
 from ...stages.seeds import layer_seed, seeded
+from ...stages.torch_private import version_of
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.meta_model import has_meta
 from ...stages.tracing.tracer import LayerGraph
@@ -161,7 +162,7 @@ class Values:
             return
         assert self.init is not None
         _memory(out).fill_(_UNWRITTEN)
-        before = out._version
+        before = version_of(out)
         with seeded(layer_seed(self.seed, BEFORE, 0, name), device.generators), device.current():
             made = self.init(name, out)
         if isinstance(made, torch.Tensor) and made.data_ptr() != out.data_ptr():
@@ -170,7 +171,7 @@ class Values:
                 "write tensor.copy_(values)"
             )
         # A write through .data gives no new version.
-        if out._version == before and out.numel() and bool((_memory(out) == _UNWRITTEN).all()):
+        if version_of(out) == before and out.numel() and bool((_memory(out) == _UNWRITTEN).all()):
             raise PlanError(
                 f"init_weights gives every tensor that it is asked for its values, and left {name} "
                 f"{tuple(out.shape)} as it was; write into it, or load it from a file (load_weights)"

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ...stages.seeds import layer_seed
+from ...stages.torch_private import tree_map_only
 from ..schedules.instruction import Instruction, Op
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ...compression.errors import ConfigError, PenstockError
 from ...stages.device import CPU
 from ...stages.plan.plan import Plan
+from ...stages.torch_private import tree_map_only
 from ...stages.tracing.layers import casting
 from .agreement import Agreement
 from .batches import tensors_of

@@ -112,9 +112,9 @@ class Interrupts:
             raise StageError(
                 "a pipeline does one thing at a time, and another thread uses it now; wait for that"
             )
-        mine = threading.current_thread() is threading.main_thread()
-        holds = mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         try:
+            mine = threading.current_thread() is threading.main_thread()
+            holds = mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if holds:
                 self.asked = False
                 signal.signal(signal.SIGINT, self._hear)

@@ -17,11 +17,11 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ... import __version__
 from ...stages.device import CPU, KINDS, autocast_state
 from ...stages.split_inputs import Column
+from ...stages.torch_private import keystr, tree_flatten_with_path
 from ...stages.tracing.layers import parts_of
 from ...stages.tracing.tracer import LayerGraph
 from ..optimizer.optimizers import Named, settings_of

@@ -81,7 +81,7 @@ class Slices:
             if place not in self.taken:
                 self._take(place)
             (name, parameter), (gradient, version) = self.flat.named[place], self.taken.get(place, (None, 0))
-            if gradient is not None and (parameter.grad is not gradient or gradient._version != version):
+            if gradient is not None and (parameter.grad is not gradient or version_of(gradient) != version):
                 raise StageError(
                     f"the gradient of {name} was summed up over replicas when its last backward had ended "
                     "it, and something wrote to it since; write to it in a hook of the optimizer's step"
@@ -124,7 +124,7 @@ class Slices:
         parameter = self.flat.named[place][1]
         self.flat.take(self.buffers[parameter.dtype], place, self.start_of[place], parameter.grad)
         if parameter.grad is not None:
-            self.taken[place] = parameter.grad, parameter.grad._version
+            self.taken[place] = parameter.grad, version_of(parameter.grad)
 
     def _go_on(self) -> None:
         """Send the next slices, as far as they are whole; an error is raised by the wait."""

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...compression.errors import StageError
 from ...stages import memory
 from ...stages.meta_watch import tensors_in, written_by
 from ...stages.seeds import TURN, generators_of, python_states, states_of
+from ...stages.torch_private import TorchDispatchMode, memory_id
 from ...stages.tracing.object_snapshot import OWN_STATE, Facts, change, contents, is_foreign, walk
 from ..schedules.instruction import Instruction, Op
 from .step_planner import Step
@@ -181,11 +181,11 @@ class _Watch(TorchDispatchMode):
 
     def _storages(self) -> dict[int, str]:
         strided = ((name, t) for name, t in self.tensors.items() if t.layout is torch.strided)
-        return {tensor.untyped_storage()._cdata: name for name, tensor in strided}
+        return {memory_id(tensor): name for name, tensor in strided}
 
     def _name(self, tensor: Tensor) -> str | None:
         if (name := self.names.get(id(tensor))) is None and tensor.layout is torch.strided:
-            name = self.storages.get(tensor.untyped_storage()._cdata)
+            name = self.storages.get(memory_id(tensor))
         return name
 
     def _code(self) -> str | None:

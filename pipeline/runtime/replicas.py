@@ -1,5 +1,6 @@
 """Replicas of stages: one exact sum of the gradients, so that all of them update alike.
- Every micro-batch counts with its share of the whole batch, which its loss was multiplied by, so the gradient
+
+Every micro-batch counts with its share of the whole batch, which its loss was multiplied by, so the gradient
 of the batch is a plain sum over the replicas: nothing is averaged, and a replica may have had nothing to
 do."""
 

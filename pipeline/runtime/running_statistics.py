@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ...compression.errors import StageError
 from ...stages.device import is_gpu
 from ...stages.stage.stage import Stage
+from ...stages.torch_private import BatchNorm, buffers_of, tree_leaves, without_torch_functions
 from ...stages.tracing.model_checks import is_compiled
 from ..distributed.process_group import ReplicaGroup
 
@@ -55,9 +54,9 @@ def batch_norms(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     return {
         name: module
         for name, module in modules.items()
-        if isinstance(module, _BatchNorm)
+        if isinstance(module, BatchNorm)
         and not isinstance(module, nn.SyncBatchNorm)
-        and type(module).forward is _BatchNorm.forward
+        and type(module).forward is BatchNorm.forward
     }
 
 
@@ -104,24 +103,24 @@ class RunningStatistics:
                     "for its stage"
                 )
             (x,) = (*args, *kwargs.values())
-            with torch._C.DisableTorchFunction():
+            with without_torch_functions():
                 if self.exact:
                     _check_rounding(name, norm, x)
                 kind = 1.0 + (x.dtype == norm.running_var.dtype)
-                replaced[name] = norm.momentum, {key: norm._buffers[key] for key in BUFFERS}, kind
+                replaced[name] = norm.momentum, {key: buffers_of(norm)[key] for key in BUFFERS}, kind
                 norm.momentum = 1.0  # setattr of buffers takes ten times as long as update
-                norm._buffers.update({key: torch.zeros_like(norm._buffers[key]) for key in BUFFERS})
+                buffers_of(norm).update({key: torch.zeros_like(buffers_of(norm)[key]) for key in BUFFERS})
 
         def restore(name: str) -> float:
             norm = self.norms[name]
             norm.momentum, buffers, kind = replaced.pop(name)
-            norm._buffers.update(buffers)
+            buffers_of(norm).update(buffers)
             return kind
 
         def after(name: str, norm: Any, *_: object) -> None:
             if name not in replaced:
                 return
-            with torch._C.DisableTorchFunction():
+            with without_torch_functions():
                 parts = [x.double().cpu() for x in (norm.running_mean, norm.running_var)]
                 seen[name] = torch.cat([torch.tensor([restore(name)], dtype=torch.float64), *parts])
 
@@ -131,9 +130,13 @@ class RunningStatistics:
             handles.append(norm.register_forward_pre_hook(first, with_kwargs=True))
             handles.append(norm.register_forward_hook(functools.partial(after, name)))
         try:
-            used = {name: norm for name, norm in self.norms.items() if norm.training}
-            buffers = {id(getattr(norm, k)): f"{name}.{k}" for name, norm in used.items() for k in BUFFERS}
-            with Unread(buffers) if self.inside else contextlib.nullcontext():
+            watch = contextlib.nullcontext()
+            if self.inside:
+                used = {name: norm for name, norm in self.norms.items() if norm.training}
+                watch = Unread(
+                    {id(getattr(n, k)): f"{name}.{k}" for name, n in used.items() for k in BUFFERS}
+                )
+            with watch:
                 yield
         finally:
             for name in [*replaced]:

@@ -47,11 +47,8 @@ NETWORKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gpt relu": ({"model": "gpt", "model.activation": "relu", "data": "text"}, BLOCKS),
     "gpt relu2": ({"model": "gpt", "model.activation": "relu2", "data": "text"}, BLOCKS),
 }
-MASKED = (
-    "resnet18",
-    "vgg11",
-    "gpt relu",
-)  # the first module, of images all, is a ReLU: gradients are zero there
+# Their first module is a ReLU, behind which gradients are zero.
+MASKED = ("resnet18", "vgg11", "gpt relu")
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 COLUMNS: dict[str, Any] = {
     "codec": lambda row: row["codec"] + ("" if row["sent_as"] == row["codec"] else f" -> {row['sent_as']}"),

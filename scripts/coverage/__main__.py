@@ -24,7 +24,11 @@ import vision
 from examine import examine
 from network import Network
 
-OTHERS = {"transformers": language.networks, "timm": vision.of_timm}  # libraries that need not be installed
+OTHERS = {  # libraries that need not be installed
+    "transformers": language.networks,
+    "peft": language.adapters,
+    "timm": vision.of_timm,
+}
 
 
 def main() -> int:

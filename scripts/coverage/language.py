@@ -5,6 +5,7 @@ Attention is what the library chooses by itself; dropout stays on where an archi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -42,6 +43,19 @@ def networks() -> Iterator[Network]:
             batch = functools.partial(_batch, section, name, labelled, size)
             make = functools.partial(_build, kind, options)
             yield Network(name=name, library="transformers", make=make, batch=batch)
+
+
+def adapters() -> Iterator[Network]:
+    """LoRA of peft on some of these: their own weights are frozen."""
+    for one in networks():
+        if one.name in table()["adapters"]:
+            make = functools.partial(_adapted, one.make)
+            yield dataclasses.replace(one, name=f"lora_{one.name}", library="peft", make=make)
+
+
+def _adapted(make: Callable[[], nn.Module]) -> nn.Module:
+    peft = import_module("peft")
+    return peft.get_peft_model(make(), peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
 
 
 def _build(kind: str, options: Mapping[str, Any]) -> nn.Module:

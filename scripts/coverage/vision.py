@@ -151,11 +151,12 @@ class Family:
     """A network of timm and the size of its pictures, which is found when it is made."""
 
     def __init__(self, name: str) -> None:
-        size = import_module("timm").models.get_pretrained_cfg(name).input_size
-        self.name, self.channels, self.pixels = name, int(size[0]), int(size[-1])
+        self.name, self.channels, self.pixels = name, 3, 224
 
     def make(self) -> nn.Module:
         """The network, for the smallest pictures with which it runs; dropout where it can be asked for."""
+        size = import_module("timm").models.get_pretrained_cfg(self.name).input_size
+        self.channels, self.pixels = int(size[0]), int(size[-1])
         for pixels in PIXELS:
             with contextlib.suppress(Exception):
                 self._build(pixels).eval()(normal(2, 2, self.channels, pixels, pixels))

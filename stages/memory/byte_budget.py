@@ -164,7 +164,6 @@ class MemoryOptions:
             of a forward stay for its backward, where there is no limit. None: as far ahead as is of use.
         host: The most bytes of the tier ``host``, as ``"8GiB"``; None: no limit.
 
-
     Raises:
         ConfigError: Not a count.
         PlanError: No size in bytes.

@@ -290,8 +290,9 @@ class Disk:
             return self.space.lent_bytes
 
     def write(self, frame: Frame, *, ready: Callable[[], None] | None = None) -> SwapEntry:
-        """Begin to write ``frame``, whose hold becomes the disk's, once it is ``ready``; waits while much
-        is."""
+        """Begin to write ``frame``, whose hold becomes the disk's; ``ready`` waits until it is filled.
+
+        Waits while much is still to be written."""
         self.check()
         num_bytes = frame.num_bytes
         num_pieces = -(-num_bytes // REQUEST_BYTES)

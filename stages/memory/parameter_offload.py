@@ -354,6 +354,7 @@ class EvictableParameter:
                     leaving.append((stored.get(key) or new[key], item))
             if not all(memory.put_piece(number, elements) for memory, elements in leaving):
                 raise StageError(NO_ROOM)
+            del leaving
         self._state |= new
         for key, item in part.items():
             if _is_whole(item):  # of which there is no element now, unless it was resident
@@ -668,6 +669,7 @@ class OffloadedParameters:
             yield piece
             beside = (piece.data, piece.grad, *self._kept(piece).values())
             self._note(sum(t.nbytes for t in beside if isinstance(t, Tensor)))
+            del beside
         one.push(self._kept(one.parameter), min_bytes=self._min_bytes)  # what was resident till now
         self._note()
 
@@ -691,6 +693,7 @@ class OffloadedParameters:
 
     def push_all(self) -> None:
         """All of them leave as they are now."""
+        self._note()  # stores ask what is resident while they take
         self._push(self.memories)
 
     def close(self) -> None:

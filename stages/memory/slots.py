@@ -103,7 +103,9 @@ class Slots:
         self._space: np.ndarray | None = None
         self._returning: dict[Hashable, Tensor] = {}
         # what returns from the former allocation is known, but in nobody's way
-        self._held = {key: (None, 0, 0) for key, (storage, *_) in list(self._held.items()) if storage is None}
+        for key, (storage, *_) in list(self._held.items()):
+            if self._held.pop(key, None) is not None and storage is None:  # others free meanwhile
+                self._held[key] = None, 0, 0
         self._tiers.slots_bytes = self._tiers.slots_live_bytes = 0
 
     def note(self, key: Hashable, lifetime: Lifetime) -> bool:
@@ -201,7 +203,8 @@ class SlotPool(Pool):
             return
         if (taken := self._taken.pop(id(buffer), None)) is not None:
             number, lower, size = taken
-            self._returned.append((number, Lifetime(lower, time, size)))
+            if lower < time:  # else a step ended between
+                self._returned.append((number, Lifetime(lower, time, size)))
         super().give(buffer)
 
     def turn(self) -> None:

@@ -249,6 +249,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
                 for block in blocks:
                     timer.run(block, env, parts)
                 runs.append((timer.seconds(), {number: count() for number, count in timer.zeros.items()}))
+                del timer, env  # which hold all that the layers made
             seen, far = observe_step(graph, fresh(inputs))
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)

@@ -23,7 +23,7 @@ from .object_snapshot import held_tensors, tensors
 
 def _places(tensor: torch.Tensor) -> Any:
     """An array over the bytes of a tensor, which nobody reads; meta addresses are 0, and numpy takes none."""
-    start = (tensor.storage_offset() + 1) * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
+    start = tensor.storage_offset() * tensor.itemsize + 64 if tensor.is_meta else tensor.data_ptr()
     strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
     layout = {"shape": tuple(tensor.shape), "strides": strides, "typestr": f"|V{tensor.itemsize}"}
     return numpy.asarray(SimpleNamespace(__array_interface__={"version": 3, "data": (start, True), **layout}))

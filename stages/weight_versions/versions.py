@@ -153,10 +153,7 @@ class WeightVersions:
     ``update``. Buffers (the running statistics of BatchNorm) have no versions: forwards write them, and every
     schedule runs those in ascending order."""
 
-    num_live, num_bytes = (
-        1,
-        0,
-    )  # versions that are kept now, and bytes of all but the newest
+    num_live, num_bytes = 1, 0  # versions that are kept now, and bytes of all but the newest
     moves = False  # parameters have other values behind a forward than in it, or none
     _nothing = contextlib.nullcontext()
 

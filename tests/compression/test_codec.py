@@ -263,6 +263,8 @@ def test_names_and_buffers_that_do_not_fit_are_refused() -> None:
     needed = buffer_bytes(tensor.shape, tensor.dtype, "zero_value")
     with pytest.raises(CodecError, match=f"{needed} bytes, found {needed - 1}"):
         pack_into(tensor, torch.empty(needed - 1, dtype=torch.uint8))
+    with pytest.raises(CodecError, match="needs a buffer of 64 bytes, found 63"):
+        pack_into(None, torch.empty(63, dtype=torch.uint8))
     with pytest.raises(CodecError, match="at most 64 dimensions"):
         encode(torch.ones([1] * 65))
     assert not geometry((1 << 30, 1 << 30), (1, 1), 1).travels  # told without a look at 2 ** 60 elements

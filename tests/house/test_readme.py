@@ -21,6 +21,7 @@ from penstock.stages.weight_versions.policies import POLICIES
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = [ROOT / "scripts" / name for name in ("check-gpu", "versions")]  # which name tests
 DRAWN = {"docs/architecture.md"}  # its blocks without a language are drawings
 SCHEMAS = {"train": TrainConfig, "plan": PlanningConfig}
 
@@ -180,6 +181,6 @@ def missing(text: str) -> set[str]:
 
 def test_the_files_that_a_page_names_exist():
     assert missing("`stages/nowhere.py`, engine.py") == {"stages/nowhere.py"}
-    assert missing("".join(page.read_text() for page in PAGES)) == {
+    assert missing("".join(page.read_text() for page in [*PAGES, *SCRIPTS])) == {
         "first_pipeline.py"
     }  # which readers write

@@ -1,4 +1,4 @@
-"""Law L1 where parameters are in a mirror, that few of them are near, and what is refused."""
+"""Law L1 where parameters are in a mirror, that few of them are resident, and what is refused."""
 
 import copy
 from typing import Any

@@ -2,16 +2,19 @@
 
 import ast
 import sys
+from typing import Any
 
 import torch
 from checkout import ROOT, files
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from penstock.stages import torch_private as private
 
-OTHERS = ("stages/torch_private.py",)
+# Hosts of torch have names of their own: FSDP2, and tensors of its pipelines.
+OTHERS = ("stages/torch_private.py", "pipeline/integrations/")
 PRIVATE = {"_cdata", "_use_count", "_version", "_base", "_is_view", "_schema", "_parameters", "_buffers"}
 PRIVATE |= {"_is_zerotensor", "_new_with_weak_ptr", "_unsafe_preserve_version_counter"}
 PRIVATE |= {
@@ -21,6 +24,9 @@ PRIVATE |= {
     "_execution_engine",
     "_sequence_nr",
     "_NormBase",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_worker_pids_set",
 }
 
 
@@ -41,13 +47,50 @@ def private_names(source: str) -> set[str]:
 
 
 def test_one_file_alone_names_what_torch_does_not_promise():
-    paths = [path.as_posix() for path in files() if path.suffix == ".py" and path.parts[0] == "stages"]
+    floors = ("stages", "pipeline", "compression")
+    paths = [path.as_posix() for path in files() if path.suffix == ".py" and path.parts[0] in floors]
     read = {path: private_names((ROOT / path).read_text()) for path in paths if not path.startswith(OTHERS)}
     assert len(read) > 40
     assert {path: names for path, names in read.items() if names} == {}
     assert private_names("from torch.utils._x import y\ntorch._C.z\nt._version\nself._base") == {
         "_x", "_C", "_version"
     }  # fmt: skip
+
+
+def test_kernels_of_a_scaler_and_a_clip_are_those_of_torch():
+    """Overflows and norms over all stages have the bits of GradScaler and clip_grad_norm_."""
+    gradients = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
+    assert [norm.item() for norm in private.foreach_norm(gradients)] == [5.0, 1.0]
+    ((device, dtype),) = private.group_tensors([gradients])
+    assert (device, dtype) == (torch.device("cpu"), torch.float32)
+    overflow = torch.zeros(())
+    private.unscale([gradients[0]], overflow, torch.tensor(0.5))
+    assert (gradients[0].tolist(), overflow.item()) == ([1.5, 2.0], 0.0)
+    scale, tracker = torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)
+    private.update_scale(scale, tracker, torch.tensor(1.0), 2.0, 0.5, 2000)
+    assert scale.item() == 2.0
+
+
+def test_hooks_on_steps_are_seen():
+    """An optimizer whose steps somebody watches is not taken for one that steps parameters by themselves."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    assert not private.has_step_hooks(optimizer)
+    assert not private.has_global_step_hooks()
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert private.has_step_hooks(optimizer)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    assert private.has_global_step_hooks()
+    handle.remove()
+
+
+def test_a_dead_process_of_a_loader_is_not_reported_in_the_middle_of_a_step():
+    """torch's handler of SIGCHLD raises wherever this process is."""
+    data: Any = [0, 1]
+    batches: Any = iter(torch.utils.data.DataLoader(data, num_workers=1))
+    assert batches._worker_pids_set
+    private.ignore_worker_deaths(batches)
+    assert not batches._worker_pids_set
+    assert len(list(batches)) == 2
 
 
 def test_views_have_the_memory_and_the_count_of_writes_of_their_base():

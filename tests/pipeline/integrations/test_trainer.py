@@ -1,8 +1,13 @@
 """Trainers of Hugging Face: the bits of the plain Trainer, its logs, its evaluation, and its checkpoints."""
 
+import json
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import checkout
 import pytest
 import torch
 from reference import same_tree
@@ -159,7 +164,9 @@ class Own(PipelineTrainer):
         ),
         (PipelineTrainer, {"bf16": True}, {}, "takes no bf16, found True; give pipeline="),
         (PipelineTrainer, {"label_smoothing_factor": 0.1}, {}, "takes no label_smoothing_factor, found 0.1"),
-        (PipelineTrainer, {}, {"compute_loss_func": print}, "loss that the model returns"),
+        (PipelineTrainer, {}, {"compute_loss_func": print}, "found a compute_loss_func of your own"),
+        (PipelineTrainer, {}, {"pipeline": {"schedule": "async_1f1b"}}, "after a step; choose 1f1b"),
+        (PipelineTrainer, {"lr_scheduler_type": "reduce_lr_on_plateau"}, {}, "without a metric"),
         (PipelineTrainer, {}, {"optimizers": (object(), None)}, "give optimizer_cls_and_kwargs="),
         (Own, {}, {}, "found a compute_loss of your own"),
     ],
@@ -168,3 +175,59 @@ def test_what_a_pipeline_does_otherwise_is_refused(kind, changed, named, sentenc
     with pytest.raises(penstock.ConfigError, match=sentence):
         kind(Net(), arguments(tmp_path, **changed), train_dataset=rows(8, seed=2), **named)
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_a_second_training_and_a_checkpoint_of_another_trainer_are_refused(tmp_path):
+    trainer(transformers.Trainer, Net, tmp_path / "plain").train()
+    checkpoint = tmp_path / "plain" / "checkpoint-3"
+    staged = trainer(PipelineTrainer, Net, tmp_path / "staged")
+    with pytest.raises(penstock.ConfigError, match=r"no folder penstock in .*checkpoint-3; load its model"):
+        staged.train(resume_from_checkpoint=str(checkpoint))
+    staged.train()
+    with pytest.raises(penstock.ConfigError, match="trains once, found a second train"):
+        staged.train()
+
+
+SCRIPT = """
+import json, os, sys
+import torch, transformers
+from test_trainer import Net, PipelineTrainer, accuracy, arguments, bert, logs, padded, rows
+
+kind = {"plain": transformers.Trainer, "ranks": PipelineTrainer}[sys.argv[1]]
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from rows(24, seed=5)
+
+def trainer(folder, data, **changed):
+    torch.manual_seed(0)
+    args = arguments(folder, **changed)
+    return kind(model=bert(), args=args, train_dataset=data, eval_dataset=rows(10, seed=3),
+                data_collator=padded, compute_metrics=accuracy)
+
+best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2}
+one = trainer(sys.argv[1], rows(29, seed=2), **best)
+one.train()
+ended = one.evaluate()["eval_loss"], one.predict(rows(6, seed=4))
+two = trainer("stream_" + sys.argv[1], Stream(), max_steps=3, eval_strategy="no", save_strategy="no")
+two.train()
+if one.is_world_process_zero():
+    weights = [sum(p.double().sum().item() for p in each.model.parameters()) for each in (one, two)]
+    found = ended[1].predictions.tolist(), sorted(os.listdir(sys.argv[1]))
+    print("RESULT", json.dumps([logs(one)[:-1], logs(two)[:-1], ended[0], found, weights]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_on_two_ranks_evaluation_the_best_model_and_streams_are_those_of_one_process(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    results = []
+    for start, name in ((), "plain"), (("-m", "torch.distributed.run", "--nproc-per-node", "2"), "ranks"):
+        shown = checkout.run(
+            *start, "script.py", name, cwd=tmp_path, seconds=300, OMP_NUM_THREADS="1", PYTHONPATH=paths
+        )
+        results.append(re.findall(r"^RESULT (.*)$", shown, flags=re.MULTILINE))
+    assert len(results[0]) == len(results[1]) == 1
+    assert json.loads(results[0][0]) == json.loads(results[1][0])

@@ -1,4 +1,4 @@
-"""A mirror by itself: what it brings and takes between layers, what stays near, and that writes stay."""
+"""A mirror by itself: what it brings and takes between layers, what stays resident, and that writes stay."""
 
 from types import SimpleNamespace
 from typing import Any

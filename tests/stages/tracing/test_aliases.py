@@ -181,6 +181,14 @@ def test_overlap_is_told_by_bytes():
         ({"a": flat.view(torch.uint8)[399:], "b": flat[99:]}, [("a", "b")]),
         ({"a": torch.empty(3, device="meta"), "b": torch.empty(3, device="meta")}, []),
         ({"a": (meta := torch.empty(8, device="meta"))[:5], "b": meta[4:], "c": meta[:0]}, [("a", "b")]),
+        (  # two dtypes in one memory
+            {
+                "a": (flat := torch.empty(64, dtype=torch.uint8, device="meta"))[:8].view(torch.float32),
+                "b": flat[8:16].view(torch.bfloat16),
+                "c": flat[:2],
+            },
+            [("a", "c")],
+        ),
     ]
     for named, expected in cases:
         assert overlapping(named) == expected
