@@ -44,13 +44,15 @@ def in_threads(function: Callable[[World], T], *, ranks: int, deadline: float = 
     own generator (``torch.randn``) is done before, or with a ``torch.Generator``: it would draw among layers.
 
     Args:
+        function: Called with the World of its thread.
+        ranks: Number of threads.
         deadline: Seconds that a wait for all of them may take, and the others once one has failed.
 
     Returns:
         What the calls return, by rank.
 
     Raises:
-        What the first call raised that failed by itself; the others are told, and end.
+        Exception: That of the first call that failed by itself; the others end, too.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} must be 1 or more: each is a thread")
