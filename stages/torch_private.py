@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
-from torch.optim import optimizer as _optimizers
+from torch.optim import optimizer as _optimizers  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
@@ -202,7 +202,7 @@ def wrapped_functions() -> Iterator[tuple[dict[str, Any], str]]:
 
 # -- optimizers and loaders: what the pipeline relies on --------------------------------------------------
 
-foreach_norm: Callable[[list[torch.Tensor]], list[torch.Tensor]] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+foreach_norm: Callable[[list[torch.Tensor]], Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 """Norms of tensors of one device and dtype in one call."""
 unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateImportUsage]
 """GradScaler's kernel: multiplies gradients of one device and dtype, and notes one that is not finite."""
@@ -222,7 +222,7 @@ def has_global_step_hooks() -> bool:
     return bool(_optimizers._global_optimizer_pre_hooks or _optimizers._global_optimizer_post_hooks)
 
 
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def buffers_of(module: nn.Module) -> dict[str, Any]:
     """The buffers of a module itself, which may be replaced without a check."""
     return module._buffers
 

@@ -69,7 +69,8 @@ class PipelineTrainer(Trainer):
             state.num_processes, state.distributed_type = 1, DistributedType.NO
             state.process_index = dist.get_rank() if is_joined else 0
         args._n_gpu = min(1, args.n_gpu)
-        args.accelerator_config.dispatch_batches = False  # pyright: ignore[reportAttributeAccessIssue]
+        accelerator: Any = args.accelerator_config
+        accelerator.dispatch_batches = False
         self.pipe: Pipeline | None = None
         self._micro_batches: list[dict[str, Any]] = []
         self._checkpoint: Path | None = None
@@ -87,10 +88,10 @@ class PipelineTrainer(Trainer):
         self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.args.learning_rate)
         return self.optimizer
 
-    def get_batch_samples(self, *arguments: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Return the micro-batches of the next step; what an interrupt left of the last one is forgotten."""
         self._micro_batches = []
-        return super().get_batch_samples(*arguments)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -205,8 +206,8 @@ class PipelineTrainer(Trainer):
         if prediction_loss_only:
             return loss, None, None
         if ignore_keys is None:
-            ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", [])
-        values = [] if outputs is None else _values(outputs, {"loss", *ignore_keys})
+            ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None)
+        values = [] if outputs is None else _values(outputs, {"loss", *(ignore_keys or ())})
         gathered = world.gather([encode(value.cpu(), "raw") for value in values])
         if gathered is None:
             return loss, None, None

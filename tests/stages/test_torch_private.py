@@ -59,7 +59,7 @@ def test_one_file_alone_names_what_torch_does_not_promise():
 
 def test_kernels_of_a_scaler_and_a_clip_are_those_of_torch():
     """Overflows and norms over all stages have the bits of GradScaler and clip_grad_norm_."""
-    gradients = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
+    gradients: list[Any] = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
     assert [norm.item() for norm in private.foreach_norm(gradients)] == [5.0, 1.0]
     ((device, dtype),) = private.group_tensors([gradients])
     assert (device, dtype) == (torch.device("cpu"), torch.float32)
