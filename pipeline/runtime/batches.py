@@ -70,16 +70,18 @@ def micro_batches(
             f"inputs and targets of a batch have the same number of samples, one or more, found {found}; "
             "what has no samples is traced as penstock.Constant(tensor)"
         )
-    most, number = number, min(number, length)
-    sizes = [length // number + (i < length % number) for i in range(number)]  # those of tensor_split
-    if apart := [column for column in inputs if not isinstance(column, torch.Tensor)]:
-        sizes = [len(part) for part in apart[0]]
-        if not all(sizes) or len(sizes) > most:
-            raise PlanError(
-                f"a Split has at most plan.micro_batches={most} micro-batches of a sample or more, found "
-                f"{str(sizes)[1:-1]}; make the plan for as many"
-            )
-        number = len(sizes)
+    column = next((column for column in inputs if not isinstance(column, torch.Tensor)), None)
+    if column is None:
+        least, larger = divmod(length, min(number, length))
+        sizes = [least + (i < larger) for i in range(min(number, length))]  # those of tensor_split
+    else:
+        sizes = [len(part) for part in column]
+    if not all(sizes) or len(sizes) > number:
+        raise PlanError(
+            f"a Split has at most plan.micro_batches={number} micro-batches of a sample or more, found "
+            f"{str(sizes)[1:-1]}; make the plan for as many"
+        )
+    number = len(sizes)
     split = [_parts(x, sizes, whole=all_of) for x, all_of in zip(inputs, kept, strict=True)]
     here = [first is not None and reads(i) for i in range(number)]
     _refuse_unread("inputs", (x[i] for x in split for i in range(number) if here[i]))
