@@ -175,11 +175,16 @@ class Slots:
 
 
 class SlotPool(Pool):
-    """A pool whose buffers are ``slots``, by their number in a step. One thread takes, any gives."""
+    """A pool whose buffers are ``slots``, by their number in a step. One thread takes, any gives.
+
+    Placing them anew costs a new allocation. Texts of any length would have that in many steps, so after the
+    first two placements 1, 2, 4 .. 64 steps lie between; till then what has no slot is the pool's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.slots = Slots(new=self._new)
+        self._num_placed = self._steps_left = 0
+        self._is_outgrown = False
         self._begin()
 
     def _begin(self) -> None:
@@ -211,7 +216,12 @@ class SlotPool(Pool):
         """A step ended: what it took and gave back has slots from now on."""
         returned = self._returned
         self._begin()
-        if any([self.slots.note(number, lifetime) for number, lifetime in returned]):
+        self._is_outgrown |= any([self.slots.note(number, lifetime) for number, lifetime in returned])
+        if self._is_outgrown and not self._steps_left:
             self._idle.clear()
             self._sizes = list(self._lent.values())
             self.slots.place()
+            self._num_placed, self._is_outgrown = self._num_placed + 1, False
+            self._steps_left = (1 << min(self._num_placed, 8)) >> 2
+        else:
+            self._steps_left -= self._steps_left > 0

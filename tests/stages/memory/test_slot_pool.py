@@ -117,6 +117,18 @@ def test_what_is_smaller_than_noted_fits_and_what_is_larger_has_a_slot_in_the_ne
 
 
 @pytest.mark.slow
+def test_buffers_that_grow_from_step_to_step_are_placed_anew_ever_less_often() -> None:
+    pool, allocations = SlotPool(), list[int]()
+    for step in range(100):
+        before = pool.slots._space
+        pool.give(pool.take(PAGE * (step + 1)))
+        pool.turn()
+        if pool.slots._space is not before:
+            allocations.append(step)
+    assert allocations[:4] == [0, 1, 3, 6]
+    assert len(allocations) <= 9
+
+
 def test_what_stays_over_a_step_has_a_buffer_of_its_own() -> None:
     pool = Counted()
     lent = run(pool, [("take", "x", 2), ("take", "y", 1), ("give", "y")])
