@@ -59,7 +59,7 @@ class PipelineTrainer(Trainer):
     ) -> None:
         self.options = dict(pipeline or {})
         args = args or TrainingArguments("tmp_trainer")
-        _check(type(self), args, {"options": self.options, **named})
+        _check(type(self), args, named, self.options)
         state = args.distributed_state  # it has joined the ranks of torchrun
         is_joined = dist.is_available() and dist.is_initialized()
         if not is_joined and not self.options.keys() & {"stages", "cuts", "ranks", "replicas", "program"}:
@@ -119,7 +119,8 @@ class PipelineTrainer(Trainer):
         model: Any = self.model
         decayed = set(self.get_decay_parameter_names(model))
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
-        steps, scheduler_options = self.state.max_steps, dict(self.args.lr_scheduler_kwargs or {})  # pyright: ignore
+        steps, given = self.state.max_steps, self.args.lr_scheduler_kwargs
+        assert not isinstance(given, str), "TrainingArguments reads JSON"
 
         def optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
             groups = [[p for name, p in named if (name in decayed) is decays] for decays in (True, False)]
@@ -134,7 +135,7 @@ class PipelineTrainer(Trainer):
                 optimizer=optimizer,
                 num_warmup_steps=self.args.get_warmup_steps(steps),
                 num_training_steps=steps,
-                scheduler_specific_kwargs=scheduler_options,
+                scheduler_specific_kwargs=given,
             )
 
         pipe = Pipeline.of(
@@ -150,12 +151,9 @@ class PipelineTrainer(Trainer):
             **self.options,
         )
         if self._checkpoint is not None:
-            self._logged().load_state_dict(load(pipe, self._checkpoint)["scheduler"])
+            logged: Any = self.lr_scheduler
+            logged.load_state_dict(load(pipe, self._checkpoint)["scheduler"])
         return pipe
-
-    def _logged(self) -> Any:
-        """The scheduler of the stand-in, whose learning rate is logged."""
-        return self.lr_scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self._report.gradient_norm
@@ -239,7 +237,8 @@ class PipelineTrainer(Trainer):
             return
         best = self.pipe.world.all_gather_json(self.state.best_model_checkpoint)
         self.state.best_model_checkpoint = best[0]  # other ranks may not see the folder yet
-        save(self.pipe, Path(output_dir) / FOLDER, notes={"scheduler": self._logged().state_dict()})
+        logged: Any = self.lr_scheduler
+        save(self.pipe, Path(output_dir) / FOLDER, notes={"scheduler": logged.state_dict()})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -280,7 +279,9 @@ class OffloadMixin:
         return stack
 
 
-def _check(kind: type[Trainer], args: TrainingArguments, named: Mapping[str, Any]) -> None:
+def _check(
+    kind: type[Trainer], args: TrainingArguments, named: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
     """Refuse what a pipeline does not do, or does by another argument."""
     if args.gradient_accumulation_steps < 2:
         raise ConfigError(
@@ -308,24 +309,22 @@ def _check(kind: type[Trainer], args: TrainingArguments, named: Mapping[str, Any
         raise ConfigError(
             f"schedulers of stages step without a metric, found {args.lr_scheduler_type!s}; take another one"
         )
-    if named["options"].get("schedule") == "async_1f1b":
+    if options.get("schedule") == "async_1f1b":
         raise ConfigError("async_1f1b updates after every micro-batch, Trainer after a step; choose 1f1b")
-    for name in (
-        "compute_loss",
-        "create_optimizer",
-        "create_scheduler",
-        "training_step",
-        "compute_loss_func",
-    ):
-        if named.get(name) or getattr(kind, name, None) is not getattr(PipelineTrainer, name, None):
-            raise ConfigError(
-                f"PipelineTrainer trains with the loss that the model returns, and optimizers of its stages, "
-                f"found a {name} of your own; compute the loss in the model's forward, give "
-                "optimizer_cls_and_kwargs="
-            )
-    if any(named.get("optimizers") or ()):
+    loss, optimizer = "compute the loss in the model's forward", "give optimizer_cls_and_kwargs= or optim="
+    own = {
+        "compute_loss": loss,
+        "training_step": loss,
+        "create_optimizer": optimizer,
+        "create_scheduler": "give lr_scheduler_type=",
+    }
+    found = {name: own[name] for name in own if getattr(kind, name) is not getattr(PipelineTrainer, name)}
+    found |= {"compute_loss_func": loss} if named.get("compute_loss_func") else {}
+    found |= {"optimizers": optimizer} if any(named.get("optimizers") or ()) else {}
+    for name, remedy in found.items():
         raise ConfigError(
-            "each stage makes its own optimizer, found optimizers=; give optimizer_cls_and_kwargs= or optim="
+            f"a PipelineTrainer trains with the loss that the model returns and an optimizer for each stage, "
+            f"found {name} of your own; {remedy}"
         )
 
 

@@ -89,11 +89,11 @@ def arguments(folder, **changed):
     return transformers.TrainingArguments(str(folder), **options | changed)
 
 
-def trainer(kind, model, folder, **named) -> Any:
+def trainer(kind, model, folder, changed=None, **named) -> Any:
     torch.manual_seed(0)
     return kind(
         model(),
-        arguments(folder),
+        arguments(folder, **changed or {}),
         train_dataset=rows(29, seed=2),  # the last step has two micro-batches, of 4 and of 1
         eval_dataset=rows(10, seed=3),
         data_collator=words if model is gpt2 else padded,
@@ -134,6 +134,21 @@ def test_a_trainer_in_stages_has_the_bits_and_the_logs_of_the_plain_one(model, t
     assert found["test_loss"] == expected["test_loss"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changed", [{"max_grad_norm": 0}, {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2}]
+)
+def test_what_is_logged_without_a_clip_or_with_another_scheduler_is_the_same(changed, tmp_path):
+    both = [
+        trainer(kind, bert, tmp_path / kind.__name__, changed | {"max_steps": 2, "eval_strategy": "no"})
+        for kind in (transformers.Trainer, PipelineTrainer)
+    ]
+    for one in both:
+        one.train()
+    assert logs(both[0]) == logs(both[1])
+    assert both[1].state.log_history[0]["grad_norm"] > 0
+
+
 def test_saved_tensors_of_any_trainer_are_packed(tmp_path):
     class Packed(OffloadMixin, transformers.Trainer):
         pass
@@ -164,11 +179,16 @@ class Own(PipelineTrainer):
         ),
         (PipelineTrainer, {"bf16": True}, {}, "takes no bf16, found True; give pipeline="),
         (PipelineTrainer, {"label_smoothing_factor": 0.1}, {}, "takes no label_smoothing_factor, found 0.1"),
-        (PipelineTrainer, {}, {"compute_loss_func": print}, "found a compute_loss_func of your own"),
+        (PipelineTrainer, {}, {"compute_loss_func": print}, "found compute_loss_func of your own; compute"),
         (PipelineTrainer, {}, {"pipeline": {"schedule": "async_1f1b"}}, "after a step; choose 1f1b"),
         (PipelineTrainer, {"lr_scheduler_type": "reduce_lr_on_plateau"}, {}, "without a metric"),
-        (PipelineTrainer, {}, {"optimizers": (object(), None)}, "give optimizer_cls_and_kwargs="),
-        (Own, {}, {}, "found a compute_loss of your own"),
+        (
+            PipelineTrainer,
+            {},
+            {"optimizers": (object(), None)},
+            "found optimizers of your own; give optimizer_cls_and_kwargs=",
+        ),
+        (Own, {}, {}, "found compute_loss of your own; compute"),
     ],
 )
 def test_what_a_pipeline_does_otherwise_is_refused(kind, changed, named, sentence, tmp_path):
