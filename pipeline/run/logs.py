@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import csv
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,9 +44,9 @@ class JsonLog:
         self._path, self._tell, self._told = path or Path(os.devnull), tell, False
         self._waiting = collections.deque[bytes]()
         with refusing(self._path):
-            step_of = lambda line: json.loads(line)["step"] if line.endswith(b"\n") else first  # noqa: E731
             lines = self._path.read_bytes() if first and self._path.is_file() else b""
-            kept = _before(first, lines.splitlines(keepends=True), step_of)
+            whole = itertools.takewhile(lambda line: line.endswith(b"\n"), lines.splitlines(keepends=True))
+            kept = _before(first, whole, lambda line: json.loads(line)["step"])
             self.last: Mapping[str, Any] = json.loads(kept[-1]) if kept else {}
             self._num_lines, self._size = len(kept), sum(map(len, kept))  # of whole lines
             self._last_size = len(kept[-1]) if kept else 0
@@ -146,10 +147,10 @@ def _table(folder: Path, first: int, options: Mapping[str, Any]) -> Logger:
     """``metrics.csv``: a line a step, and one for each test with the other columns left empty."""
     path, kept = folder / "metrics.csv", []
     if first and path.exists():
-        # The test after the last step before is taken again; a row that lacks a value is half a row.
-        step_of = lambda row: first if None in row.values() else int(row["step"]) + bool(row["test_loss"])  # noqa: E731
         with path.open(newline="", encoding="utf-8") as before:
-            kept = _before(first, csv.DictReader(before), step_of)
+            whole = itertools.takewhile(lambda row: None not in row.values(), csv.DictReader(before))
+            # The test after the last step before is taken again.
+            kept = _before(first, whole, lambda row: int(row["step"]) + bool(row["test_loss"]))
     file = path.open("w", newline="", encoding="utf-8", buffering=1)
     rows = csv.DictWriter(file, COLUMNS)
     rows.writeheader()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def train(
             told.tell(config, plan)
             ranks: Any = {"errors": told.errors, "stages_of_rank": plan.stages_of_rank}
             if config.replicas.threads:
-                work = lambda world: join(copy.deepcopy(config), plan, folder, world)  # noqa: E731
+                work = functools.partial(_train_in_thread, config, plan, folder)
                 return start_threads(work, deadline=config.deadline, **ranks)
             start_ranks(__name__, [str(told.path), str(folder.path)], start=start_process, **ranks)
 
@@ -211,6 +212,10 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder, world: World | None
         if own:
             ends.callback(pipe.close, keeps_model=False)
         train_rank(config, plan, folder, samples, pipe)
+
+
+def _train_in_thread(config: TrainConfig, plan: Plan, folder: RunFolder, world: World) -> None:
+    join(copy.deepcopy(config), plan, folder, world)
 
 
 def persist(
