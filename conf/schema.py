@@ -364,7 +364,7 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"plan={self.plan} already decides the cuts; drop cuts={shown(self.cuts)}")
         if self.plan is not None and self.program is not None:
             raise ConfigError(f"plan={self.plan} already has its schedule; drop program={self.program}")
-        for name, reason in {"minutes": "hangs on the clock", "best": "depends on a test"}.items():
+        for name, reason in {"minutes": "depends on the clock", "best": "depends on a test"}.items():
             if self.streams and (value := getattr(self.checkpoint, name)) is not None:
                 raise ConfigError(
                     "a checkpoint drains what is in flight without a flush, so its step decides bits, and "

@@ -150,7 +150,7 @@ def tensors_read(node: fx.Node, parts: Parts) -> Iterator[tuple[str, torch.Tenso
 
 
 def tensor_at(root: nn.Module, name: str, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The tensor that a get_attr node names: a constant of the run, or one that hangs on ``root``."""
+    """The tensor that a get_attr node names: a constant of the run, or one that ``root`` leads to."""
     return constants[name] if name in constants else operator.attrgetter(name)(root)
 
 

@@ -357,7 +357,7 @@ class Unsaved(Base):
 
 
 class Differentiated(Base):
-    """An activation's own gradient is taken in forward: what it hangs on runs in one stage with that."""
+    """An activation's own gradient is taken in forward: what it depends on runs in one stage with that."""
 
     def forward(self, x):
         with torch.enable_grad():

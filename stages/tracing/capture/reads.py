@@ -1,5 +1,5 @@
 """Reads of a run outside of its layers: attributes of modules, whether tensors are trained, and what the
-code of a model reads from outside of it (globals of its files and what hangs on them, variables of
+code of a model reads from outside of it (globals of its files and what they lead to, variables of
 functions around, methods of its classes).
 
 What a run read is part of its record, and is held against its value at every step; what nobody read may
@@ -67,7 +67,7 @@ class Reads:
             self.found.add((name or "", ASKS))
         if wanted == "grad" and name and is_code_of_model(file):
             raise PlanError(
-                f"forward reads the gradient of {name}, which hangs on how many micro-batches have come back "
+                f"forward reads the gradient of {name}, which depends on how many micro-batches have come back "
                 f"by then ({file}:{sys._getframe(3).f_lineno}); read it between steps"
             )
 

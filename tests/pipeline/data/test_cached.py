@@ -130,7 +130,7 @@ OWN: dict[str, tuple[Any, Any]] = {
 
 
 class Noisy(Dataset[Any]):
-    """Draws from a generator of its own, which hangs on what it calls."""
+    """Draws from a generator of its own, which depends on what it calls."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.transforms = kind, [{"noise": OWN[kind][0]()}]
