@@ -67,8 +67,8 @@ class Reads:
             self.found.add((name or "", ASKS))
         if wanted == "grad" and name and is_code_of_model(file):
             raise PlanError(
-                f"forward reads the gradient of {name}, which depends on how many micro-batches have come back "
-                f"by then ({file}:{sys._getframe(3).f_lineno}); read it between steps"
+                f"forward reads the gradient of {name}, which depends on how many micro-batches have come "
+                f"back by then ({file}:{sys._getframe(3).f_lineno}); read it between steps"
             )
 
 
