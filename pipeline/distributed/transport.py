@@ -50,7 +50,8 @@ def _probe(world: World, link: tuple[int, int], deadline: float) -> float | None
         _pass(world, data, link, deadline)
         _pass(world, note, (target, source), deadline)
         seconds = time.perf_counter() - began
-        rate = (size - before[0]) / max(seconds - before[1], 1e-6)
+        # What a probe has more of takes a tenth of its time at least: less is noise, not a fast link.
+        rate = (size - before[0]) / max(seconds - before[1], 0.1 * seconds)
         before = (size, seconds)
         note[0] = seconds > ENOUGH
         _pass(world, note, link, deadline)
