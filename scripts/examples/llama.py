@@ -28,12 +28,17 @@ def batches(steps: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids.clone()} for ids in rows]
 
 
-def main(steps: int = 20) -> None:
-    """Cut the network in two where the planner likes it, and train it."""
+def network() -> LlamaForCausalLM:
+    """A small Llama, with the same first values on every call and rank."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
     sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **sizes))
+
+
+def main(steps: int = 20) -> None:
+    """Cut the network in two where the planner likes it, and train it."""
+    model = network()
     data = batches(steps)
     example = {name: x[: BATCH // MICRO_BATCHES] for name, x in data[0].items()}
     pipe = penstock.Pipeline.of(

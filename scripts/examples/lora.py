@@ -7,26 +7,12 @@ torchrun --nproc-per-node 2 scripts/examples/lora.py 20
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
-from llama import BATCH, MICRO_BATCHES, batches
+from llama import BATCH, MICRO_BATCHES, batches, network
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
-
-
-def network() -> LlamaForCausalLM:
-    """The network whose weights stay; the same values on every call."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **sizes))
 
 
 def main(steps: int = 20) -> None:
