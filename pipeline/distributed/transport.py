@@ -2,8 +2,9 @@
 
 Four rules carry the speed on slow links: receives are posted ahead in the sender's known order, the first
 ones before the rank's first send (gloo moves nothing of a message before the receiver's ready note, which
-queues behind the rank's own data); no send is waited for before the step ends or too many bytes are in
-flight; buffers are pooled; an ordered channel per pair and direction needs no dialogue."""
+queues behind the rank's own data); no send is waited for before the step ends, too many bytes are in flight,
+or what arrives proves that it has left; buffers are pooled; an ordered channel per pair and direction needs
+no dialogue."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import dataclasses
 import datetime
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -161,10 +162,12 @@ class GlooTransport:
         self.sent_to: dict[int, int] = {}
         self.sending: deque[tuple[dist.Work, Frame, Message]] = deque()
         self.in_flight = 0  # bytes in ``sending``
+        self.proofs: Mapping[Message, Message] = {}
 
     def begin(self, messages: StepMessages) -> None:
         """Post the first receives of every channel, before anything is sent."""
         self.local.begin(messages)
+        self.proofs = messages.proofs
         if not messages.continues:
             self.channels, self.sent_to = {}, {}
         # 1. Append what will come to each channel, in the order of its sender.
@@ -207,6 +210,8 @@ class GlooTransport:
         with self._bounded(message, message.frame_bytes, "did not arrive from", source):
             work.wait(self.deadline)
         self._post(channel)
+        if (last := self.proofs.get(message)) is not None:
+            self._finish_until(last)
         return Frame(buffer, 0, self.pool)
 
     def end(self, messages: StepMessages) -> None:
@@ -228,6 +233,13 @@ class GlooTransport:
         with self._bounded(message, message.frame_bytes, "was not offered by", channel.rank):
             work = self.world.irecv(buffer, channel.rank, tag=number)
         channel.posted[message] = work, buffer
+
+    def _finish_until(self, last: Message) -> None:
+        """Let go of the frames up to ``last`` on its channel, which have left."""
+        places = [place for place, sent in enumerate(self.sending) if sent[2].ranks == last.ranks]
+        number = next((n for n, place in enumerate(places, 1) if self.sending[place][2] is last), 0)
+        for place in reversed(places[:number]):
+            self._finish(place)
 
     def _finish(self, place: int) -> None:
         work, frame, message = self.sending[place]

@@ -62,7 +62,8 @@ class StepMessages:
     the messages between them in the order of sending; ``window`` receives are posted ahead on every channel.
     Of an endless program a step is a slice: it ``continues`` if micro-batches are in flight, ``pending_in``
     are the messages that earlier slices sent and none has received, ``pending_out`` those that this one
-    leaves so."""
+    leaves so. ``proofs``: of a message the last one that its sender had received before from who receives it:
+    so that one, and all before it on its channel, have left."""
 
     programs: Sequence[Sequence[Instruction]]
     receives: Table
@@ -74,6 +75,7 @@ class StepMessages:
     continues: bool = False
     pending_in: frozenset[Message] = frozenset()
     pending_out: frozenset[Message] = frozenset()
+    proofs: Mapping[Message, Message] = dataclasses.field(default_factory=dict)
 
 
 Both = tuple[tuple[Message, ...], tuple[Message, ...]]
@@ -139,6 +141,8 @@ def step_messages(
     receives: dict[Instruction, tuple[Message, ...]] = {}
     sends: dict[Instruction, tuple[Message, ...]] = {}
     channels: dict[tuple[int, int], list[Message]] = {}
+    last: dict[tuple[int, int], Message] = {}  # received on a channel so far
+    proofs: dict[Message, Message] = {}
     most = 1
     for instruction in (i for program in programs for i in program):
         if instruction.micro_batch is None or instruction.op is Op.W:
@@ -147,12 +151,15 @@ def step_messages(
         received, sent = (forward if instruction.op is Op.F else backward)[instruction.stage]
         receives[instruction], sends[instruction] = received, sent
         most = max([most, *Counter(message.ranks[1] for message in sent).values()])
+        last |= {message.ranks: message for message in received}
         for message in sent:
             channels.setdefault(message.ranks, []).append(message)
+            if (before := last.get((message.ranks[1], message.ranks[0]))) is not None:
+                proofs[message] = before
     arrived = {message for taken in receives.values() for message in taken}
     return StepMessages(
         programs=programs, routes=routes, receives=receives, sends=sends, window=window * most, first=first,
         channels={ranks: found for ranks, found in channels.items() if ranks[0] != ranks[1]},
-        continues=continues, pending_in=pending_in,
+        continues=continues, pending_in=pending_in, proofs=proofs,
         pending_out=pending_in.union(*sends.values()) - arrived,
     )  # fmt: skip
