@@ -1,7 +1,9 @@
 """Cost of a run of layers in seconds, memory and bytes, from sums made once per profile."""
 
 import bisect
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,6 +15,8 @@ from ...stages.profiling.network_profile import LayerProfile, Profile, ValueProf
 from .split import TOLERANCE, Span
 
 BESIDE = 8  # one part in so many of a budget is for frames, the layer that runs, what waits to be written
+Placed = tuple[tuple[int, int], int, int]
+"""Positions of a stage, its place in ``copies``, its rank."""
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
 
 
@@ -79,28 +83,56 @@ class Costs:
         ]
 
     def memory(
-        self, start: int, end: int, rank: int, copies: Sequence[Copies] = (), *, staying: int = 0
+        self,
+        start: int,
+        end: int,
+        rank: int,
+        copies: Sequence[Copies] = (),
+        *,
+        staying: int = 0,
+        enters: bool = True,
     ) -> int:
-        """Predicted bytes on a rank; ``copies``: in the place of its own; ``staying``: bytes of parameters
-        that stay where the others leave."""
+        """Predicted bytes on a rank beside frames; ``copies``: in the place of its own; ``staying``: bytes of
+        parameters that stay where the others leave; ``enters``: with what enters it."""
         sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
-        sizes |= {"entered": self.forward_bytes[start], "largest": self.largest.of(start, end)}
+        sizes |= {"entered": enters * self.forward_bytes[start], "largest": self.largest.of(start, end)}
         sizes["near"] = self.near.of(start, end)
         if self.prefetches:
             sizes["neighbours"] = self.neighbours.of(self.with_parameters[start], self.with_parameters[end])
         return (copies or self.copies)[rank].of(**sizes, staying=staying)
 
-    def staying(
-        self, spans: Sequence[tuple[tuple[int, int], int, int]], copies: Sequence[Copies]
-    ) -> list[int]:
+    def frames(self, spans: Sequence[Placed], copies: Sequence[Copies] = ()) -> list[int]:
+        """Of every stage the most bytes of its frames."""
+        copies, found = copies or self.copies, [0] * len(spans)
+        pairs = itertools.pairwise(spans)
+        for stage, (((_, end), place, rank), (_, next_place, next_rank)) in enumerate(pairs):
+            passing = self.forward_bytes[end]
+            if rank == next_rank:
+                found[stage] += copies[place].frames(inside=passing)
+            else:
+                found[stage] += copies[place].frames(leaving=passing)
+                found[stage + 1] += copies[next_place].frames(entering=passing)
+        return found
+
+    def required(self, start: int, end: int, rank: int) -> int:
+        """The budget that a rank needs for its layers, and for the frames that other ranks send and take."""
+        entering, leaving = self.forward_bytes[start] if start else 0, self.forward_bytes[end]
+        frames = self.copies[rank].frames(entering=entering, leaving=leaving)
+        return with_margin(self.memory(start, end, rank)) + frames
+
+    def least_required(self, start: int, end: int, rank: int) -> int:
+        """Return what never falls where a part grows: all but what depends on its ends."""
+        return with_margin(self.memory(start, end, rank, enters=False))
+
+    def staying(self, spans: Sequence[Placed], copies: Sequence[Copies]) -> list[int]:
         """Of every stage, bytes of parameters that may stay, where the others leave: all else goes first.
 
         Where saved tensors leave as well half of the room is for them: they stay as long as there is any."""
         budget = self.budget or 0
         free = budget * 100 // (100 + TOLERANCE) - budget // BESIDE
         room = dict.fromkeys((rank for *_, rank in spans), free)
-        for (start, end), place, rank in spans:
-            room[rank] -= self.memory(start, end, place, copies)
+        for ((start, end), place, rank), frames in zip(spans, self.frames(spans, copies), strict=True):
+            room[rank] -= self.memory(start, end, place, copies) + frames
         found = []
         for (start, end), place, rank in spans:
             there, sums = copies[place], self.sizes["parameters"]
@@ -112,22 +144,28 @@ class Costs:
             found.append(stays)
         return found
 
-    def fit(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> bool:
-        """Return whether ranks that hold so many ``copies`` keep to the budget.
-
-        ``spans``: the positions of every stage, its place in ``copies``, its rank."""
+    def fit(self, spans: Sequence[Placed], copies: Sequence[Copies] = ()) -> bool:
+        """Return whether ranks that hold so many ``copies`` keep to the budget."""
         return self.budget is None or self.needed(spans, copies) <= self.budget
 
-    def needed(self, spans: Iterable[tuple[tuple[int, int], int, int]], copies: Sequence[Copies] = ()) -> int:
+    def needed(self, spans: Sequence[Placed], copies: Sequence[Copies] = ()) -> int:
         """The least budget that the same ranks ``fit``."""
-        used: dict[int, int] = {}
-        for (start, end), place, rank in spans:
-            used[rank] = used.get(rank, 0) + self.memory(start, end, place, copies)
-        return with_margin(max(used.values()))
+        used, frames = Counter[int](), Counter[int]()
+        for ((start, end), place, rank), passing in zip(spans, self.frames(spans, copies), strict=True):
+            used[rank] += self.memory(start, end, place, copies)
+            frames[rank] += passing
+        return max(with_margin(num_bytes) + frames[rank] for rank, num_bytes in used.items())
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
-        """Picoseconds per micro-batch; math.inf where the layers do not fit the budget."""
-        if self.budget is not None and with_margin(self.memory(start, end, rank)) > self.budget:
+        """Picoseconds per micro-batch; math.inf where the layers and frames do not fit the budget."""
+        return self._of_rank(start, end, rank, self.required)
+
+    def least_of_rank(self, start: int, end: int, rank: int) -> float:
+        """The same with what never falls where a part grows."""
+        return self._of_rank(start, end, rank, self.least_required)
+
+    def _of_rank(self, start: int, end: int, rank: int, required: Span) -> float:
+        if self.budget is not None and required(start, end, rank) > self.budget:
             return math.inf
         seconds = self.times[end] - self.times[start]
         return -(-seconds // self.replicas[rank]) if self.replicas else seconds
@@ -141,7 +179,9 @@ class Costs:
 
         return span
 
-    def stage(self, start: int, end: int, rank: int, *, staying: int = 0, **decided: Any) -> PlanStage:
+    def stage(
+        self, start: int, end: int, rank: int, *, staying: int = 0, frames: int = 0, **decided: Any
+    ) -> PlanStage:
         """The stage made of these layers, with its predictions and what was decided for it."""
         layers = self.profile.layers[start:end]
         parameters = tuple(dict.fromkeys(name for layer in layers for name in layer.parameters))
@@ -152,6 +192,7 @@ class Costs:
             forward_seconds=sum(layer.forward_seconds for layer in layers),
             backward_seconds=sum(map(self._backward, layers)),
             memory_bytes=self.memory(start, end, rank, staying=staying),
+            frame_bytes=frames,
             staying_bytes=staying,
             saved_bytes=sum(layer.saved_bytes for layer in layers),
             near_bytes=self.near.of(start, end),

@@ -28,7 +28,7 @@ from ..schedules.building_blocks import layout, placed, placement, stages_on
 from ..schedules.instruction import Programs
 from ..schedules.replicated import DEEPENED, dealt, endless_programs, most_extra, replicated, waiting
 from .choose import TooSmall, cheapest, is_open
-from .costs import Costs, with_margin
+from .costs import Costs
 from .counts import check_arguments, check_asked, check_counts, replica_counts, sizes, stage_counts
 from .divide import shortest
 from .split import smallest_limit, split
@@ -243,15 +243,23 @@ def partition(
     most = extra
     if extra_in_flight == AUTO:
         most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
-    staying = costs.staying(spans, there(make(extra_in_flight=most)))
+    most_there = there(make(extra_in_flight=most))
+    staying = costs.staying(spans, most_there)
     # 6. the plan
     known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves", "graph")
     made = Plan(
         stages=tuple(
             costs.stage(
-                *span, place, staying=stay, ranks=tuple(ranks_of[place]) if several else (rank,), **held
+                *span,
+                place,
+                staying=stay,
+                frames=frames,
+                ranks=tuple(ranks_of[place]) if several else (rank,),
+                **held,
             )
-            for (span, place, rank), stay in zip(spans, staying, strict=True)
+            for (span, place, rank), stay, frames in zip(
+                spans, staying, costs.frames(spans, most_there), strict=True
+            )
         ),
         schedule=schedule,
         micro_batches=micro_batches,
@@ -286,17 +294,17 @@ def _cut(
 
     Where the schedule puts stages on ranks (``fixed``), the slowest stage is made as fast as it can be; else
     ranks are cut first, then the stages inside them."""
-    grows = not costs.recompute  # else what enters a part counts, and less may enter a longer one
-    best = functools.partial(split, points, weight=costs.cut_weights, grows=grows)
-    ends = best(parts=stages if fixed else ranks, span=costs.of_rank, edge=costs.link_times)
+    best = functools.partial(split, points, weight=costs.cut_weights)
+    parts, least = stages if fixed else ranks, costs.least_of_rank
+    ends = best(parts=parts, span=costs.of_rank, edge=costs.link_times, least=least)
     free = [0] * (points[-1] + 1)
     if fixed:
-        if ends is None or not costs.fit(zip(pairwise(ends), range(stages), fixed, strict=True)):
+        if ends is None or not costs.fit([*zip(pairwise(ends), range(stages), fixed, strict=True)]):
             free_costs = copy.copy(costs)
             free_costs.budget = None
             unlimited = best(parts=stages, span=free_costs.of_rank, edge=costs.link_times)
             assert unlimited is not None, "there are enough places to cut"
-            needed = costs.needed(zip(pairwise(unlimited), range(stages), fixed, strict=True))
+            needed = costs.needed([*zip(pairwise(unlimited), range(stages), fixed, strict=True)])
             raise TooSmall(
                 f"memory={memory} on each of {ranks} ranks does not hold the {stages} stages that the "
                 f"schedule lays on them; a budget that does is memory={needed} ({show_bytes(needed)}); raise "
@@ -306,8 +314,9 @@ def _cut(
             )
         return ends, fixed
     if ends is None:
-        least = smallest_limit(points, parts=ranks, span=costs.memory, edge=free, grows=grows)
-        needed = with_margin(int(least))
+        needed = int(
+            smallest_limit(points, parts=ranks, span=costs.required, edge=free, least=costs.least_required)
+        )
         raise TooSmall(
             f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
             f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks",

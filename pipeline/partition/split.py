@@ -21,7 +21,7 @@ def split(
     span: Span,
     edge: Sequence[float],
     weight: Sequence[int],
-    grows: bool = True,
+    least: Span | None = None,
 ) -> list[int] | None:
     """Choose ``parts - 1`` of the inner points as cuts; the first and last point are the ends of the line.
 
@@ -31,10 +31,12 @@ def split(
         edge: what both parts at a cut pay for it, each as ``max(span, edges)``.
         weight: the sum over the cuts decides among splits whose costliest part is within the tolerance of the
             cheapest possible; among equals the costliest part, then the earlier cut, from the last on.
-        grows: whether a cost never falls when its part grows, so that longer ones need no look.
+        least: what a part costs at least, which never falls when it grows, so that longer ones need no look;
+            None: ``span`` itself never falls.
     Returns: the chosen positions ascending, both ends included, or None where nothing is allowed."""
     # 1. the smallest limit that some split keeps, and the tolerance over it
-    smallest = smallest_limit(points, parts=parts, span=span, edge=edge, grows=grows)
+    least = least or span
+    smallest = smallest_limit(points, parts=parts, span=span, edge=edge, least=least)
     if smallest == math.inf:
         return None
     limit = smallest * (100 + TOLERANCE) // 100
@@ -52,7 +54,7 @@ def split(
             for start in range(end - 1, part - 1, -1):
                 cost = span(points[start], points[end], part)
                 if cost > limit:
-                    if grows:
+                    if least(points[start], points[end], part) > limit:
                         break  # and so would every longer one
                     continue
                 lightest, costliest = best[start]
@@ -69,19 +71,19 @@ def split(
 
 
 def smallest_limit(
-    points: Sequence[int], *, parts: int, span: Span, edge: Sequence[float], grows: bool = True
+    points: Sequence[int], *, parts: int, span: Span, edge: Sequence[float], least: Span
 ) -> float:
     """The smallest possible cost of the costliest part; math.inf where nothing is allowed."""
     smallest: list[float] = [0, *[math.inf] * (len(points) - 1)]
     for part in range(parts):
         found = [math.inf] * len(points)
         for end in range(part + 1, len(points)):
-            least = math.inf
+            best = math.inf
             for start in range(end - 1, part - 1, -1):
                 cost = span(points[start], points[end], part)
-                if cost >= least and grows:
+                if cost >= best and least(points[start], points[end], part) >= best:
                     break  # and so would every longer one
-                least = min(least, max(cost, smallest[start]))
-            found[end] = max(least, edge[points[end]])
+                best = min(best, max(cost, smallest[start]))
+            found[end] = max(best, edge[points[end]])
         smallest = found
     return smallest[-1]

@@ -69,7 +69,12 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """True if the fullest rank keeps to the memory of the plan."""
-        return self.plan.memory is None or with_margin(max(self.memory)) <= self.plan.memory
+        by_rank = zip(self.memory, self.plan.stages_of_rank, strict=True)
+        needed = (
+            with_margin(most) + sum(self.plan.stages[stage].frame_bytes for stage in stages)
+            for most, stages in by_rank
+        )
+        return self.plan.memory is None or max(needed) <= self.plan.memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

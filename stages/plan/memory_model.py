@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from ...compression.names import HOST
 from ..memory.byte_budget import piece_bytes
 
+POSTED = 2  # receives that are posted ahead on a channel
 MOVING = 2  # runs of layers, or versions whose weights, are there in a tier: one is read, one moves
 NEIGHBOURS = 3  # layers of a mirror that prefetches: one that runs, one before it, one that comes
 AWAY = ("host", "disk")  # tiers that take what they keep off a device that is no CPU
@@ -25,8 +26,10 @@ class Copies:
     packed; what entered with it, where the rest is made again. ``near``: what the layers save that are near
     the one that runs, where the rest leaves. ``largest``: of the parameters of the layer that has most, where
     layers have theirs only while they run; ``pieces``: of a piece of them, where they are updated so. Then
-    those of its ``neighbours`` may be there, too, and those that are ``staying``."""
+    those of its ``neighbours`` may be there, too, and those that are ``staying``. ``in_flight``:
+    micro-batches that have gone forward and not back."""
 
+    in_flight: int
     parameters: float
     saved: int
     packed: int = 0
@@ -64,6 +67,13 @@ class Copies:
             kept += max(math.ceil(update), backward)
         return math.ceil(self.parameters * parameters) + kept + self.entered * entered
 
+    def frames(self, *, entering: int = 0, leaving: int = 0, inside: int = 0) -> int:
+        """Bytes of frames at most, of values that enter from another rank, ``leaving`` ones, and those that
+        pass between two stages of the rank: of every micro-batch in flight, and of what was posted ahead, is
+        read, or is not known to have left."""
+        here = self.in_flight
+        return (here + POSTED + 2) * entering + (here + POSTED + 1) * leaving + (here + 2) * inside
+
 
 def copies(
     in_flight: int,
@@ -94,7 +104,7 @@ def copies(
     leaves = GONE if device == HOST else AWAY
     versions = min(old_versions, MOVING) if weights_tier in leaves else old_versions
     state = 1.0 if optimizer_state is None else optimizer_state
-    there = {"saved": here, "entered": in_flight if recompute else 0}
+    there = {"in_flight": in_flight, "saved": here, "entered": in_flight if recompute else 0}
     if moves:
         there |= {"near": min(in_flight, MOVING), "packed": 0 if tier in leaves else in_flight}
     whole = 2 + state + exchanged

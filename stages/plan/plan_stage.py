@@ -82,7 +82,8 @@ class PlanStage:
 
     ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, of which each
     leaves ``saved_bytes`` for its backward, of which ``near_bytes`` are the most that layers near each other
-    save (None: all), ``bytes_forward`` and ``bytes_backward`` pass the cut behind the stage, unpacked.
+    save (None: all), ``frame_bytes`` are the most of frames beside that, ``bytes_forward`` and
+    ``bytes_backward`` pass the cut behind the stage, unpacked.
 
     ``ranks``: one, or replicas that take its micro-batches in turn; ``shares``: by what weight (0: none),
     empty where all take as many; ``device``: cpu, cuda (the GPU of its rank) or cuda:1, None for that of its
@@ -106,6 +107,7 @@ class PlanStage:
     ranks: tuple[int, ...]
     saved_bytes: int = 0
     near_bytes: int | None = None
+    frame_bytes: int = 0
     device: str | None = None
     tier: str = "device"
     weights_tier: str = "device"

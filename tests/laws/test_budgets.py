@@ -105,6 +105,30 @@ def test_everything_kept_is_foretold_to_the_byte(tmp_path):
     assert later[0].disk_tier == later[0].packed_tier == later[0].held_up_seconds == 0
 
 
+def frames_of(schedule, micro_batches, activation):
+    """Of a rank the most bytes that buffers of frames took in four steps, and what its plan foresees."""
+    layers = [nn.Linear(WIDTH, WIDTH), activation(), nn.Linear(WIDTH, WIDTH), activation()]
+    profile = profile_of(nn.Sequential(*layers), (torch.randn(ROWS // 4, WIDTH),))
+    plan = penstock.partition(profile, ranks=2, cuts=["_1"], schedule=schedule, micro_batches=micro_batches)
+    pipe = penstock.Pipeline(nn.Sequential(*layers), plan, **TRAINS)
+    x = torch.randn(micro_batches * ROWS // 4, WIDTH)
+    most = 0
+    for _ in range(4):
+        pipe.step(x, x)
+        most = max(most, pipe.engine.frames.transport.pool.num_bytes)
+    pipe.close()
+    return most, plan.stages[pipe.rank].frame_bytes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("1f1b", 12), ("zb_h1", 8), ("gpipe", 6)])
+def test_frames_between_ranks_take_what_the_plan_foresees(schedule, micro_batches, activation, ranks):
+    """However many micro-batches a step has: what has left is let go of before it ends."""
+    for most, foreseen in ranks.run(frames_of, schedule, micro_batches, activation, ranks=2):
+        assert 0 < most <= foreseen * 9 / 8 + 4096  # rounded up to one of eight sizes between powers of two
+
+
 def test_what_a_full_host_tier_does_not_take_goes_to_disk_with_the_same_bits(tmp_path):
     tiers = {"tier": "host", "parameters_tier": "host"}
     reports, state, _ = trained(tmp_path, host="1MiB", stages=2, ranks=1, schedule="gpipe", **tiers)

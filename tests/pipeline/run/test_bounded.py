@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -114,17 +115,65 @@ def held_by(process):
     return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+)", lines, re.MULTILINE)))
 
 
+QUICK = "threads=1 ranks=2 max_steps=2 codec=raw data.workers=0"
+NETWORKS = {
+    "mlp": f"model=mlp model.hidden=[{','.join(['2048'] * 24)}] batch_size=64 micro_batches=4",
+    "gpt": "model=gpt data=text model.width=768 model.layers=16 batch_size=32 micro_batches=4",
+    "resnet152": "model=torchvision model.name=resnet152 data.size=32 batch_size=16 micro_batches=4",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is counted by Linux alone")
 @pytest.mark.parametrize("share", ["50%", "25%"])
-def test_the_memory_of_a_rank_keeps_to_its_budget(share):
-    options = "threads=1 ranks=2 max_steps=2 batch_size=64 micro_batches=4 codec=raw data.workers=0"
-    small = held_by_ranks(f"{options} model=mlp memory.parameters=disk hydra.run.dir=small")
-    wide = f"model.hidden=[{','.join(['2048'] * 24)}]"
-    large = held_by_ranks(f"{options} model=mlp {wide} memory.device={share} hydra.run.dir=large")
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_memory_of_a_rank_keeps_to_its_budget(network, share):
+    small = held_by_ranks(f"{QUICK} model=mlp memory.parameters=disk hydra.run.dir=small")
+    large = held_by_ranks(f"{QUICK} {NETWORKS[network]} memory.device={share} hydra.run.dir=large")
     budget = Plan.load("large/plan.json").memory
     assert budget is not None
     assert max(large) - min(small) <= 1.1 * budget + (64 << 20)
+
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def group():
+    """A memory cgroup of its own."""
+    made = GROUPS / f"penstock-{os.getpid()}"
+    try:
+        made.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield made
+    made.rmdir()
+
+
+def most_in(group, typed, *, limit=-1):
+    """Type ``penstock train`` in a cgroup with a limit; the exit code, and the most bytes it held."""
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    (group / "memory.max_usage_in_bytes").write_text("0")
+    line = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -m penstock train {typed}"
+    code = subprocess.run(["sh", "-c", line], check=False).returncode
+    return code, int((group / "memory.max_usage_in_bytes").read_text())
+
+
+@pytest.mark.slow
+def test_a_run_completes_in_a_cgroup_of_its_budget(group):
+    """A small model says what torch and three processes take."""
+    code, small = most_in(group, f"{QUICK} model=mlp memory.parameters=disk hydra.run.dir=small")
+    assert code == 0
+    plain, needed = most_in(group, f"{QUICK} {NETWORKS['mlp']} hydra.run.dir=plain")
+    assert plain == 0
+    trained(f"{QUICK} {NETWORKS['mlp']} memory.device=25% hydra.run.dir=planned")
+    budget = Plan.load("planned/plan.json").memory
+    assert budget is not None
+    limit = small + 2 * round(1.1 * budget + (64 << 20))
+    assert limit < needed  # which the whole would not keep to
+    code, _ = most_in(group, f"{QUICK} {NETWORKS['mlp']} memory.device=25% hydra.run.dir=run", limit=limit)
+    assert code == 0
+    assert same_run("planned", "run")
 
 
 CUT = f"{SMALL} batch_size=50 micro_batches=3 max_steps=3 cuts=[_2] codec=raw"

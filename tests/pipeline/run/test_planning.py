@@ -19,11 +19,11 @@ from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import command
 
 
-def even(num_layers, *, forward=10, backward=20, size=400, saved=1000):
+def even(num_layers, *, forward=10, backward=20, size=400, saved=1000, passing=1000):
     """Equal layers; nothing crosses a cut but 1,000 bytes each way."""
     work: dict[str, Any] = {"forward": forward, "backward": backward, "size": size, "saved": saved}
     layers = [layer_of(f"l{i}", **work) for i in range(num_layers)]
-    return profile_of(layers, [value_of(i, [i + 1]) for i in range(num_layers - 1)])
+    return profile_of(layers, [value_of(i, [i + 1], passing) for i in range(num_layers - 1)])
 
 
 def rows(found):
@@ -113,9 +113,9 @@ def test_the_fastest_synchronous_schedule_is_chosen_and_of_two_as_fast_the_small
 
 
 def test_what_does_not_fit_is_not_chosen():
-    free = compare(even(4, size=0), stages=4, micro_batches=8)
+    free = compare(even(4, size=0, passing=0), stages=4, micro_batches=8)
     least = min(max(one.memory) for one in free.candidates if not one.plan.streams)
-    tight = compare(even(4, size=0), stages=4, micro_batches=8, memory=least * 105 // 100)
+    tight = compare(even(4, size=0, passing=0), stages=4, micro_batches=8, memory=least * 105 // 100)
     assert "gpipe" in tight.left_out
     assert max(tight.chosen.memory) == least
     assert tight.chosen.fits

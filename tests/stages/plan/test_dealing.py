@@ -59,7 +59,10 @@ def test_a_plan_deals_by_the_shares_of_its_stages_and_its_owners_stay():
     assert [plan.owner(0), plan.owner(1), plan.owner(-1)] == [0, 2, 2]
     assert "shares [[3, 1], [0, 2]]" in str(plan)
     even = plan.with_shares([(), (5, 5)])
-    assert even == partition(NET, replicas=[2, 2], micro_batches=4, codec="raw").with_shares([(1, 1), ()])
+    alike = partition(NET, replicas=[2, 2], micro_batches=4, codec="raw").with_shares([(1, 1), ()])
+    assert [(one.shares, one.ranks, one.layers) for one in even.stages] == [
+        (one.shares, one.ranks, one.layers) for one in alike.stages
+    ]
     assert even.shares == ((1, 1), (1, 1))
     assert "shares" not in str(even)
 
