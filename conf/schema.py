@@ -249,7 +249,8 @@ class PlanConfig:
         seed: decides initial weights, order of samples and random layers
         threads: threads per rank; null: the cores available divided by the ranks
         deterministic: only algorithms that repeat their bits
-        device: what computes: cpu; cuda, each rank a GPU or a share of one; auto, cuda where there is one
+        device: what computes: cpu; cuda, each rank a GPU or a share of one; auto, cuda where there is one; a
+            list, one for each rank: [cpu,cuda:0]
         tf32: on a GPU, products and convolutions of float32 in TF32, which is faster and less exact
     """
 
@@ -276,7 +277,7 @@ class PlanConfig:
     seed: int = 0
     threads: int | None = None
     deterministic: bool = True
-    device: str = "cpu"
+    device: Any = "cpu"
     tf32: bool = False
 
     def __post_init__(self) -> None:
@@ -289,12 +290,18 @@ class PlanConfig:
                 f"batch_size={self.batch_size} is too small for micro_batches={self.micro_batches}, each of "
                 f"which has a sample at least; lower micro_batches to {self.batch_size}, or raise batch_size"
             )
-        if self.device != AUTO and not is_device(self.device):
-            raise ConfigError(f"device={self.device} is not known; known are cpu, cuda, cuda:N and auto")
+        for device in self.devices:
+            if device != AUTO and not is_device(device):
+                raise ConfigError(f"device={device} is not known; known are cpu, cuda, cuda:N and auto")
         if self.program is not None and self.schedule != "custom":
             raise ConfigError(
                 f"program={self.program} is for schedule=custom, found schedule={self.schedule}; drop either"
             )
+
+    @property
+    def devices(self) -> list[Any]:
+        """Devices by rank; one is for all."""
+        return self.device if isinstance(self.device, list) else [self.device]
 
     @property
     def num_stages(self) -> int:

@@ -35,12 +35,13 @@ def begin(config: PlanConfig) -> None:
             part.fp32_precision = "tf32" if config.tf32 else "ieee"
 
 
-def place(config: PlanConfig, *, local: int | None = None) -> Device:
+def place(config: PlanConfig, *, rank: int | None = None) -> Device:
     """Return where this rank computes, where the plan names nothing else; raises ConfigError: it is missing.
 
-    Args:   local: its number on its machine, where it is a thread; None: as the environment says.
+    Args:   rank: its number, where it is a thread; None: as the environment says.
     """
-    return device_named(config.device, local_rank=local_rank() if local is None else local)
+    number, local = (int(os.environ.get("RANK", 0)), local_rank()) if rank is None else (rank, rank)
+    return device_named(config.devices[number if isinstance(config.device, list) else 0], local_rank=local)
 
 
 def held(config: PlanConfig) -> dict[str, str]:

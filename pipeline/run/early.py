@@ -128,7 +128,16 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
             raise ConfigError(f"{key}={asked} contradicts {there}; drop either")
         setattr(place, name, value)
     config.__post_init__()  # its rules hold for what the plan decided, too
+    _check_devices(config)
     return plan
+
+
+def _check_devices(config: PlanConfig) -> None:
+    if isinstance(config.device, list) and len(config.device) != config.ranks:
+        raise ConfigError(
+            f"device={shown(config.device)} has a device for each rank, found {len(config.device)} for "
+            f"ranks={config.ranks}; give as many"
+        )
 
 
 def _shares_by(plan: Plan, asked: Any) -> Any:
@@ -145,6 +154,7 @@ def _shares_by(plan: Plan, asked: Any) -> Any:
 
 def _check_counts(config: PlanConfig, lines: Sequence[str]) -> None:
     asked, stages, ranks = config.replicas, config.stages, config.ranks
+    _check_devices(config)
     if asked.shares != EVEN and not asked.several:
         raise ConfigError(
             f"replicas.shares={asked.shares} is for stages on several ranks, found replicas.count=1; give "

@@ -183,7 +183,7 @@ def assemble(
         seed=config.seed,
         deadline=config.deadline,
         world=world,
-        device=place(config, local=world and world.rank),
+        device=place(config, rank=world and world.rank),
         detect_anomaly=config.detect_anomaly,
         memory=build.memory(memory),
         disk=DiskOptions(path=path, budget=memory.disk),

@@ -57,6 +57,7 @@ RULES = [
     ({"seed": -1}, "seed=-1"),
     ({"deadline": float("nan")}, "deadline=nan"),
     ({"device": "tpu"}, "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
+    ({"device": ["cpu", "tpu"]}, "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
     ({"batch_size": 4}, "batch_size=4 is too small for micro_batches=8"),
     ({"plan": "p.json", "cuts": ["a"]}, "plan=p.json already decides the cuts"),
     ({"plan": "p.json", "program": "p.txt", "schedule": "custom"}, "drop program=p.txt"),
@@ -81,6 +82,7 @@ RULES = [
 # few, all are in test_partition.py.
 EARLY = [
     ({"ranks": 99}, "ranks=99 is more than"),
+    ({"device": ["cpu"]}, "device=[cpu] has a device for each rank, found 1 for ranks=2; give as many"),
     ({"ranks": 3, "cuts": ["a"]}, "ranks=3 cuts=[a]: every rank runs a stage, found ranks=3 for 2 stages"),
     ({"ranks": 4, **count([2, 1])}, "replicas.count=[2, 1]: every replica of a stage has a rank of its own"),
     ({"ranks": 4, **count(2, idle=True)}, "replicas.count=2: idle"),

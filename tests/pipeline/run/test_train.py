@@ -409,9 +409,27 @@ def test_auto_is_the_cpu_and_a_plan_whose_stage_says_cuda_is_refused(capfd):
     assert "plan=edited.json: stage 0 of the plan: device=cuda needs a GPU" in said
 
 
+def test_each_rank_has_the_device_that_is_listed_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = TrainConfig(device=["cpu", "cuda:0", "cpu"])
+    found = [determinism.place(config, rank=rank).torch for rank in range(3)]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    found.append(determinism.place(config).torch)
+    assert list(map(str, found)) == ["cpu", "cuda:0", "cpu", "cuda:0"]
+
+
+@pytest.mark.ranks
+def test_a_list_of_devices_trains_as_one_for_all():
+    trained(f"{ONE_STEP} ranks=2 hydra.run.dir=one")
+    trained(f"{ONE_STEP} ranks=2 hydra.run.dir=list device=[cpu,cpu]")
+    assert same_run("one", "list")
+
+
 def test_a_run_gives_its_device_to_the_pipeline(on_gpu, monkeypatch):
     device = Noting(torch.device("meta"), is_gpu=True)
-    monkeypatch.setattr(train, "place", lambda config, local=None: device)
+    monkeypatch.setattr(train, "place", lambda config, rank=None: device)
     monkeypatch.setattr(train, "Pipeline", lambda model, plan, **given: given)
     monkeypatch.setattr(train, "count_updates", lambda config, samples: 1)
     config: Any = TrainConfig(loss_scale=8.0, optimizer={"_target_": "torch.optim.SGD", "lr": 0.1})
