@@ -4,4 +4,5 @@ exchange.py         frames between the ranks of a group, and the choice of a cod
 torch_pipelines.py  the schedules of torch.distributed.pipelining
 data_parallel.py    gradients of DistributedDataParallel, shards of FSDP2
 transformers.py     Trainer of Hugging Face, whose model is cut into stages
+lightning.py        a strategy of Lightning, whose module is cut into stages
 """

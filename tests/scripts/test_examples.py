@@ -46,6 +46,7 @@ def test_the_first_example_has_one_result_in_one_process_and_on_two_ranks(tmp_pa
         ("transformers", "llama.py", ["3"]),
         ("peft", "lora.py", ["3"]),
         ("accelerate", "trainer.py", ["3"]),
+        ("lightning", "lightning_strategy.py", ["3"]),
         ("timm", "timm_images.py", ["test_efficientnet", "3"]),
         ("torch", "attention_residuals.py", ["3"]),
     ],

@@ -1,0 +1,67 @@
+"""A module of Lightning, cut into stages: plainly or under torchrun.
+
+pip install lightning
+torchrun --nproc-per-node 2 scripts/examples/lightning_strategy.py 6
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from penstock.pipeline.integrations.lightning import PenstockStrategy
+
+
+class Net(lightning.LightningModule):
+    """``loss`` takes the place of ``training_step``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the last stage."""
+        return self.head(self.layers(inputs))
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the samples."""
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        """Return what another strategy trains with."""
+        return self.loss(self(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Print the loss of a step."""
+        if self.trainer.is_global_zero:
+            print(f"step {self.global_step - 1}: loss {outputs['loss'].item()}")
+
+    def validation_step(self, batch: list[torch.Tensor]) -> None:
+        """Log the loss of a test."""
+        self.log("val_loss", self.loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer, whose settings each stage gets."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def main(steps: int = 20) -> None:
+    """Train as Lightning does."""
+    lightning.seed_everything(0)
+    inputs = torch.randn(64, 32)
+    data = DataLoader(TensorDataset(inputs, inputs[:, :4].argmax(1)), 16, shuffle=True)
+    strategy = PenstockStrategy(micro_batches=4)
+    trainer = lightning.Trainer(
+        max_steps=steps, strategy=strategy, accelerator="cpu", enable_progress_bar=False
+    )
+    trainer.fit(Net(), data, data)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))

@@ -1,0 +1,185 @@
+"""A strategy of Lightning: the bits of a plain loop, validation, checkpoints, and what is refused."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import checkout
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import penstock
+
+lightning: Any = pytest.importorskip("lightning.pytorch", reason="pip install lightning")
+from penstock.pipeline.integrations.lightning import PenstockStrategy  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says of torch
+PARTS = 4
+
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.ReLU()
+        )
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def loss(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def training_step(self, batch) -> Any:
+        raise AssertionError("the stages train")
+
+    def validation_step(self, batch):
+        outputs = self(batch[0])
+        self.log("val_loss", self.loss(outputs, batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.body.parameters(), "weight_decay": 0.1}, {"params": self.head.parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Plain(Net):
+    """The plain loop over micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for x, y in zip(*(part.tensor_split(PARTS) for part in batch), strict=True):
+            self.manual_backward(self.loss(self(x), y) * (len(x) / len(batch[0])))
+        optimizer.step()
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step()
+
+
+def fitted(net: Any, strategy: Any, folder: Path, *, epochs: int = 2, goes_on: Any = None, **options: Any):
+    """Train on 62 samples in batches of 16; return the trainer."""
+    lightning.seed_everything(0, verbose=False)
+    for module in net.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    x = torch.randn(62, 8)
+    data = TensorDataset(x, x[:, :4].argmax(1))
+    trainer = lightning.Trainer(
+        max_epochs=epochs, strategy=strategy, accelerator="cpu", default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, **options,
+    )  # fmt: skip
+    loaders = DataLoader(data, 16), DataLoader(data, 32)
+    trainer.fit(net, *loaders, ckpt_path=goes_on)
+    return trainer
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_weights_and_tests_are_those_of_the_plain_loop(tmp_path):
+    plain, cut = Plain(), Net()
+    expected = fitted(plain, "auto", tmp_path / "plain")
+    trainer = fitted(cut, PenstockStrategy(micro_batches=PARTS, stages=3), tmp_path / "cut")
+    assert same(cut, plain)
+    assert trainer.callback_metrics["val_loss"] == expected.callback_metrics["val_loss"]
+    assert trainer.callback_metrics["train_loss"] > 0
+    path = trainer.checkpoint_callback.best_model_path
+    assert same(Net.load_from_checkpoint(path), plain)
+    (tested,) = trainer.test(cut, DataLoader(TensorDataset(torch.ones(4, 8), torch.ones(4).long()), 4))
+    assert tested["val_loss"] > 0
+
+
+def test_a_checkpoint_goes_on_on_another_cut(tmp_path):
+    plain, half, rest = Plain(), Net(), Net()
+    fitted(plain, "auto", tmp_path / "plain")
+    first = fitted(half, "penstock", tmp_path / "half", epochs=1)
+    path = first.checkpoint_callback.best_model_path
+    fitted(rest, PenstockStrategy(stages=3), tmp_path / "rest", goes_on=path)
+    assert same(rest, plain)
+    assert not same(half, plain)
+    other = fitted(Plain(), "auto", tmp_path / "other", epochs=1).checkpoint_callback.best_model_path
+    with pytest.raises(penstock.ConfigError, match="found a checkpoint of another strategy"):
+        fitted(Net(), "penstock", tmp_path / "refused", goes_on=other)
+
+
+class WithoutLoss(Net):
+    loss: Any = None
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "said"),
+    [
+        (Net, {"accumulate_grad_batches": 2}, "found accumulate_grad_batches=2; give micro_batches="),
+        (Net, {"gradient_clip_val": 1.0}, "found gradient_clip_val=1.0; give clip="),
+        (Net, {"precision": "bf16-mixed"}, "found precision=bf16-mixed; give autocast="),
+        (Plain, {}, "found automatic_optimization=False"),
+        (WithoutLoss, {}, r"found no loss\(outputs, targets\) of the module; add that method"),
+    ],
+)
+def test_what_a_pipeline_does_otherwise_is_refused(net, options, said, tmp_path):
+    with pytest.raises(penstock.ConfigError, match=said):
+        fitted(net(), "penstock", tmp_path, **options)
+
+
+class Fails(Net):
+    def loss(self, outputs, targets):
+        if self.global_step == 2:
+            raise ZeroDivisionError("of my own")
+        return super().loss(outputs, targets)
+
+
+def test_an_error_of_the_module_ends_the_fit_by_its_name(tmp_path):
+    net = Fails()
+    with pytest.raises(penstock.StageError, match="ZeroDivisionError: of my own"):
+        fitted(net, "penstock", tmp_path)
+    assert net(torch.ones(2, 8)).shape == (2, 4)
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from test_lightning import *
+import warnings
+warnings.simplefilter("ignore")
+name, folder = sys.argv[1:]
+net = Plain() if name == "plain" else Net()
+strategy = "auto" if name == "plain" else PenstockStrategy(micro_batches=PARTS)
+trainer = fitted(net, strategy, Path(folder))
+torch.save([net.state_dict(), trainer.callback_metrics["val_loss"]], f"{name}{trainer.global_rank}")
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_of_torchrun_have_the_weights_of_one_process(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    for start, name in ((), "plain"), (ranks, "ranks"):
+        checkout.run(
+            *start,
+            "script.py",
+            name,
+            str(tmp_path / name),
+            cwd=tmp_path,
+            OMP_NUM_THREADS="1",
+            PYTHONPATH=paths,
+        )
+    expected, loss = torch.load(tmp_path / "plain0")
+    for rank in range(2):
+        state, found = torch.load(tmp_path / f"ranks{rank}")
+        assert found == loss
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert len(list((tmp_path / "ranks").rglob("*.ckpt"))) == 1
