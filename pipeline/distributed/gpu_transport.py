@@ -130,6 +130,7 @@ class StagedTransport:
     def begin(self, messages: StepMessages) -> None:
         """Post the first receives of every channel, before anything is sent."""
         self.gloo.begin(messages)
+        self.gloo.proofs = {}  # the sender's thread alone knows what is on its way
         if not messages.continues:
             self.ahead, self.came = {}, {}
         for source in self.direct:

@@ -235,11 +235,10 @@ class GlooTransport:
         channel.posted[message] = work, buffer
 
     def _finish_until(self, last: Message) -> None:
-        """Let go of the frames up to ``last`` on its channel, which have left."""
-        places = [place for place, sent in enumerate(self.sending) if sent[2].ranks == last.ranks]
-        number = next((n for n, place in enumerate(places, 1) if self.sending[place][2] is last), 0)
-        for place in reversed(places[:number]):
-            self._finish(place)
+        """Free the frames up to ``last`` on its channel, which have left."""
+        while any(message is last for _, _, message in self.sending):
+            channel = (n for n, (_, _, message) in enumerate(self.sending) if message.ranks == last.ranks)
+            self._finish(next(channel))
 
     def _finish(self, place: int) -> None:
         work, frame, message = self.sending[place]

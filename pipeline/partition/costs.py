@@ -14,7 +14,7 @@ from ...stages.plan.plan_stage import PlanStage
 from ...stages.profiling.network_profile import LayerProfile, Profile, ValueProfile, sizes_of
 from .split import TOLERANCE, Span
 
-BESIDE = 8  # one part in so many of a budget is for frames, the layer that runs, what waits to be written
+BESIDE = 8  # one part in so many of a budget is for the layer that runs, what waits to be written
 Placed = tuple[tuple[int, int], int, int]
 """Positions of a stage, its place in ``copies``, its rank."""
 PICOSECONDS = 10**12  # times are compared as integers: rounding of sums would decide between equals
@@ -56,6 +56,7 @@ class Costs:
         self.neighbours = Neighbours([size for size in parameters if size], NEIGHBOURS)
         self.sizes = {what: _sums(size[what] for size in sizes) for what in ("parameters", "saved", "packed")}
         self.forward_bytes = _over_cuts(len(layers), profile.values)
+        self.passing = _over_cuts(len(layers), [value for value in profile.values if not value.is_parameter])
         trained = [value for value in profile.values if value.requires_grad]
         self.backward_bytes = _over_cuts(len(layers), trained)
         self.cut_weights = self._cut_weights()
@@ -102,26 +103,33 @@ class Costs:
         return (copies or self.copies)[rank].of(**sizes, staying=staying)
 
     def frames(self, spans: Sequence[Placed], copies: Sequence[Copies] = ()) -> list[int]:
-        """Of every stage the most bytes of its frames."""
+        """Of every stage about the most bytes of its frames; a value counts at every cut that it crosses."""
         copies, found = copies or self.copies, [0] * len(spans)
         pairs = itertools.pairwise(spans)
         for stage, (((_, end), place, rank), (_, next_place, next_rank)) in enumerate(pairs):
-            passing = self.forward_bytes[end]
+            size = self.passing[end]
             if rank == next_rank:
-                found[stage] += copies[place].frames(inside=passing)
+                found[stage] += copies[place].frames(inside=size)
             else:
-                found[stage] += copies[place].frames(leaving=passing)
-                found[stage + 1] += copies[next_place].frames(entering=passing)
+                after, before = self._replicas_of(next_place), self._replicas_of(place)
+                found[stage] += copies[place].frames(leaving=size, replicas=after)
+                found[stage + 1] += copies[next_place].frames(entering=size, replicas=before)
         return found
+
+    def _replicas_of(self, place: int) -> int:
+        return self.replicas[place] if 0 <= place < len(self.replicas) else 1
 
     def required(self, start: int, end: int, rank: int) -> int:
         """The budget that a rank needs for its layers, and for the frames that other ranks send and take."""
-        entering, leaving = self.forward_bytes[start] if start else 0, self.forward_bytes[end]
-        frames = self.copies[rank].frames(entering=entering, leaving=leaving)
-        return with_margin(self.memory(start, end, rank)) + frames
+        there, needed = self.copies[rank], with_margin(self.memory(start, end, rank))
+        if start:
+            needed += there.frames(entering=self.passing[start], replicas=self._replicas_of(rank - 1))
+        if end < len(self.profile.layers):
+            needed += there.frames(leaving=self.passing[end], replicas=self._replicas_of(rank + 1))
+        return needed
 
     def least_required(self, start: int, end: int, rank: int) -> int:
-        """Return what never falls where a part grows: all but what depends on its ends."""
+        """Bytes that a longer part never needs fewer of: all but what depends on its ends."""
         return with_margin(self.memory(start, end, rank, enters=False))
 
     def staying(self, spans: Sequence[Placed], copies: Sequence[Copies]) -> list[int]:
@@ -155,6 +163,14 @@ class Costs:
             used[rank] += self.memory(start, end, place, copies)
             frames[rank] += passing
         return max(with_margin(num_bytes) + frames[rank] for rank, num_bytes in used.items())
+
+    def needed_with_frames(self, ends: Sequence[int], spans: Sequence[Placed]) -> int:
+        """The least budget of ranks with these ``ends``, with the frames between their own stages."""
+        needed = [self.required(*span, rank) for rank, span in enumerate(itertools.pairwise(ends))]
+        for ((_, end), place, rank), (_, _, next_rank) in itertools.pairwise(spans):
+            if rank == next_rank:
+                needed[rank] += self.copies[place].frames(inside=self.passing[end])
+        return max(needed)
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
         """Picoseconds per micro-batch; math.inf where the layers and frames do not fit the budget."""

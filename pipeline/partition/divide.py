@@ -84,5 +84,5 @@ def _divisions(ranks: int, stages: int, *, most: int) -> Iterator[tuple[int, ...
 def _rank(plan: Plan) -> tuple[float, ...]:
     """Sort key of plans; the seconds to a nanosecond, so that sums in another order are equal."""
     seconds = simulate_plan(plan, step_programs(plan)).seconds
-    memory = max(stage.memory_bytes for stage in plan.stages)
+    memory = max(stage.held_bytes for stage in plan.stages)
     return (round(seconds, 9), plan.num_ranks, memory, plan.num_stages, *plan.replicas)

@@ -305,6 +305,7 @@ def _cut(
             unlimited = best(parts=stages, span=free_costs.of_rank, edge=costs.link_times)
             assert unlimited is not None, "there are enough places to cut"
             needed = costs.needed([*zip(pairwise(unlimited), range(stages), fixed, strict=True)])
+            needed = max(needed, *(costs.required(*ends, n) for n, ends in enumerate(pairwise(unlimited))))
             raise TooSmall(
                 f"memory={memory} on each of {ranks} ranks does not hold the {stages} stages that the "
                 f"schedule lays on them; a budget that does is memory={needed} ({show_bytes(needed)}); raise "
@@ -325,4 +326,13 @@ def _cut(
         )
     inner = best(parts=stages, span=costs.of_stage(ends), edge=free)
     assert inner is not None, "the ranks leave every other place to cut, and there are enough"
-    return inner, tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])
+    rank_of = tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])
+    needed = costs.needed_with_frames(ends, [*zip(pairwise(inner), rank_of, rank_of, strict=True)])
+    if costs.budget is not None and needed > costs.budget:
+        raise TooSmall(
+            f"memory={memory} on each of {ranks} ranks does not hold the frames between its stages; a budget "
+            f"that does is memory={needed} ({show_bytes(needed)}); raise memory, or lower stages",
+            needed,
+            least=False,
+        )
+    return inner, rank_of

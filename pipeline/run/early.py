@@ -135,8 +135,14 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
 def _check_devices(config: PlanConfig) -> None:
     if isinstance(config.device, list) and len(config.device) != config.ranks:
         raise ConfigError(
-            f"device={shown(config.device)} has a device for each rank, found {len(config.device)} for "
-            f"ranks={config.ranks}; give as many"
+            f"device={shown(config.device)} names {len(config.device)} for ranks={config.ranks}; name one "
+            "for each rank"
+        )
+    kinds = {str(device).partition(":")[0] for device in config.devices}
+    if len(kinds) > 1 and config.cuts is None and not getattr(config, "plan", None):
+        raise ConfigError(
+            f"device={shown(config.devices)} computes on {' and '.join(sorted(kinds))}, and layers are "
+            "measured on one of them; give cuts= by hand"
         )
 
 

@@ -241,6 +241,7 @@ def persist(
             if config.replicas.shrink and (fewer := without(plan, lost.rank)):
                 plan = fewer
                 config.ranks, config.stages = plan.num_ranks, plan.num_stages
+                config.device = _devices_without(lost.rank, config.device)
                 config.replicas.count = list(plan.replicas)
                 if isinstance(config.replicas.shares, list):
                     config.replicas.shares = [share for own in plan.shares for share in own]
@@ -256,14 +257,20 @@ def persist(
             where = _go_back(config, folder, before)
             sentence = f"{lost}; restart {restart} of {config.max_restarts} {where}"
             if at_once and config.ranks > (config.min_ranks or config.ranks):
-                config.ranks -= 1
+                devices, config.ranks = config.device, config.ranks - 1
+                config.device = _devices_without(lost.rank, devices)
                 try:
                     plan = replan(config)
                     sentence += f", with ranks={config.ranks}"
                 except PenstockError as error:
-                    config.ranks += 1
+                    config.ranks, config.device = config.ranks + 1, devices
                     sentence += f", with all ranks ({error})"
             console.warn(sentence)
+
+
+def _devices_without(rank: int | None, devices: Any) -> Any:
+    """Return the devices of the other ranks, where each has its own."""
+    return [one for n, one in enumerate(devices) if n != rank] if isinstance(devices, list) else devices
 
 
 def _go_back(config: TrainConfig, folder: RunFolder, before: str | None) -> str:

@@ -83,7 +83,7 @@ def check_devices(agreement: Agreement, plan: Plan, devices: Mapping[int, Device
     here: dict[torch.device, int] = {}
     for number, device in devices.items():
         if is_gpu(device.torch):
-            here[device.torch] = here.get(device.torch, 0) + plan.stages[number].memory_bytes
+            here[device.torch] = here.get(device.torch, 0) + plan.stages[number].held_bytes
     rooms = [[str(gpu), needed, *memory_on(gpu)] for gpu, needed in here.items()]
     rows = agreement.exchange("its devices", [next(iter(devices.values())).torch.type, rooms])
     kinds = [kind for kind, _ in rows]

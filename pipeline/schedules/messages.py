@@ -62,8 +62,8 @@ class StepMessages:
     the messages between them in the order of sending; ``window`` receives are posted ahead on every channel.
     Of an endless program a step is a slice: it ``continues`` if micro-batches are in flight, ``pending_in``
     are the messages that earlier slices sent and none has received, ``pending_out`` those that this one
-    leaves so. ``proofs``: of a message the last one that its sender had received before from who receives it:
-    so that one, and all before it on its channel, have left."""
+    leaves so. ``proofs``: by message the last one that its sender had received from its receiver by then:
+    that one, and all before it on its channel, have left."""
 
     programs: Sequence[Sequence[Instruction]]
     receives: Table

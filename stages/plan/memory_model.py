@@ -67,12 +67,14 @@ class Copies:
             kept += max(math.ceil(update), backward)
         return math.ceil(self.parameters * parameters) + kept + self.entered * entered
 
-    def frames(self, *, entering: int = 0, leaving: int = 0, inside: int = 0) -> int:
-        """Bytes of frames at most, of values that enter from another rank, ``leaving`` ones, and those that
-        pass between two stages of the rank: of every micro-batch in flight, and of what was posted ahead, is
-        read, or is not known to have left."""
-        here = self.in_flight
-        return (here + POSTED + 2) * entering + (here + POSTED + 1) * leaving + (here + 2) * inside
+    def frames(self, *, entering: int = 0, leaving: int = 0, inside: int = 0, replicas: int = 1) -> int:
+        """About the most bytes of frames, of values and their gradients.
+
+        Those that enter from another rank, or leave for one, are there for every micro-batch in flight, for
+        receives that are posted ahead on the channels of so many ``replicas``, and for what is read, or not
+        known to have left. Inside of the rank there are those in flight, and two more."""
+        few = self.in_flight + 2
+        return (few + POSTED * replicas) * (entering + leaving) + few * inside
 
 
 def copies(

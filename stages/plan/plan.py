@@ -52,7 +52,7 @@ def _table(stages: Sequence[PlanStage]) -> list[str]:
             show_count(stage.num_parameters),
             show_seconds(stage.forward_seconds),
             show_seconds(stage.backward_seconds),
-            show_bytes(stage.memory_bytes),
+            show_bytes(stage.held_bytes),
             *(show_bytes(sent) if sent else "-" for sent in (stage.bytes_forward, stage.bytes_backward)),
         )
         for number, stage in enumerate(stages)

@@ -61,7 +61,7 @@ def _draw_stage(axes: "Axes", number: int, stage: PlanStage, *, shade: str) -> N
     facts = (
         f"{len(stage.layers)} layer{'s' * (len(stage.layers) > 1)}",
         f"{show_count(stage.num_parameters)} parameters",
-        f"{show_bytes(stage.memory_bytes)} of memory",
+        f"{show_bytes(stage.held_bytes)} of memory",
     )
     _write(axes, middle, 0.19, "\n".join(facts))
 

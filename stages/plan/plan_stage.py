@@ -119,6 +119,11 @@ class PlanStage:
     codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     gradient_codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in all, with frames."""
+        return self.memory_bytes + self.frame_bytes
+
     def __post_init__(self) -> None:
         here = f"for the stage of {', '.join(self.layers[:1])}"
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):

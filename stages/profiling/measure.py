@@ -279,6 +279,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
                 requires_grad=value.requires_grad,
                 zero_fraction=runs[-1][1].get(number, 0.0),
                 contributions=seen.contributions.get(number, 0),
+                is_parameter=value.parameter,
             )
             for number, value in enumerate(graph.train_probe.values)
         ),

@@ -89,7 +89,8 @@ def _most(sizes: Sequence[int], length: int) -> int:
 class ValueProfile:
     """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``.
 
-    ``contributions``: how many gradients are added up for it, 0 where nobody looked."""
+    ``contributions``: how many gradients are added up for it, 0 where nobody looked; ``is_parameter``: of the
+    model, which passes a cut once a step."""
 
     name: str
     producer: int
@@ -98,6 +99,7 @@ class ValueProfile:
     requires_grad: bool
     zero_fraction: float
     contributions: int = 0
+    is_parameter: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,8 @@ RULES = [
 # few, all are in test_partition.py.
 EARLY = [
     ({"ranks": 99}, "ranks=99 is more than"),
-    ({"device": ["cpu"]}, "device=[cpu] has a device for each rank, found 1 for ranks=2; give as many"),
+    ({"device": ["cpu"]}, "device=[cpu] names 1 for ranks=2; name one for each rank"),
+    ({"device": ["cpu", "cuda:0"]}, "computes on cpu and cuda, and layers are measured on one of them"),
     ({"ranks": 3, "cuts": ["a"]}, "ranks=3 cuts=[a]: every rank runs a stage, found ranks=3 for 2 stages"),
     ({"ranks": 4, **count([2, 1])}, "replicas.count=[2, 1]: every replica of a stage has a rank of its own"),
     ({"ranks": 4, **count(2, idle=True)}, "replicas.count=2: idle"),

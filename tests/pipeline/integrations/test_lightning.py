@@ -106,7 +106,8 @@ def test_a_checkpoint_goes_on_on_another_cut(tmp_path):
     plain, half, rest = Plain(), Net(), Net()
     fitted(plain, "auto", tmp_path / "plain")
     first = fitted(half, "penstock", tmp_path / "half", epochs=1)
-    path = first.checkpoint_callback.best_model_path
+    path = tmp_path / "after the fit.ckpt"
+    first.save_checkpoint(path)
     fitted(rest, PenstockStrategy(stages=3), tmp_path / "rest", goes_on=path)
     assert same(rest, plain)
     assert not same(half, plain)
@@ -119,13 +120,40 @@ class WithoutLoss(Net):
     loss: Any = None
 
 
+class WithoutOptimizer(Net):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class Hooked(Net):
+    def on_after_backward(self):
+        raise AssertionError("there is no backward")
+
+
+class Dicts(Net):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"inputs": batch[0], "targets": batch[1]} if self.trainer.training else batch
+
+
+class Thaws(lightning.callbacks.Callback):
+    """Adds a group of parameters in the second step."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1:
+            trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
 @pytest.mark.parametrize(
     ("net", "options", "said"),
     [
         (Net, {"accumulate_grad_batches": 2}, "found accumulate_grad_batches=2; give micro_batches="),
+        (Net, {"callbacks": [Thaws()]}, "at the first step, 2, found 3; make all"),
         (Net, {"gradient_clip_val": 1.0}, "found gradient_clip_val=1.0; give clip="),
         (Net, {"precision": "bf16-mixed"}, "found precision=bf16-mixed; give autocast="),
         (Plain, {}, "found automatic_optimization=False"),
+        (WithoutOptimizer, {}, "returns an optimizer of the module's parameters, found none; return one"),
+        (Hooked, {}, "found on_after_backward of the module; leave it out"),
+        (Dicts, {}, "is a pair of inputs and targets, found a dict"),
         (WithoutLoss, {}, r"found no loss\(outputs, targets\) of the module; add that method"),
     ],
 )
@@ -148,6 +176,13 @@ def test_an_error_of_the_module_ends_the_fit_by_its_name(tmp_path):
     assert net(torch.ones(2, 8)).shape == (2, 4)
 
 
+class Looks(Net):
+    """Calls a layer by itself in a test, which another rank has trained."""
+
+    def validation_step(self, batch):
+        self.head(self.body(batch[0]))
+
+
 SCRIPT = """
 import sys, torch
 from pathlib import Path
@@ -155,7 +190,7 @@ from test_lightning import *
 import warnings
 warnings.simplefilter("ignore")
 name, folder = sys.argv[1:]
-net = Plain() if name == "plain" else Net()
+net = {"plain": Plain, "ranks": Net, "looks": Looks}[name]()
 strategy = "auto" if name == "plain" else PenstockStrategy(micro_batches=PARTS)
 trainer = fitted(net, strategy, Path(folder))
 torch.save([net.state_dict(), trainer.callback_metrics["val_loss"]], f"{name}{trainer.global_rank}")
@@ -183,3 +218,7 @@ def test_ranks_of_torchrun_have_the_weights_of_one_process(tmp_path):
         assert found == loss
         assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert len(list((tmp_path / "ranks").rglob("*.ckpt"))) == 1
+    with pytest.raises(AssertionError, match=r"called body of the module by itself.*call self\(inputs\)"):
+        checkout.run(
+            *ranks, "script.py", "looks", "looks", cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=paths
+        )

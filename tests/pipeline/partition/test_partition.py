@@ -73,7 +73,7 @@ def brute_force(profile, ranks, *, flights, bytes_per_ms=None, budget=None):
         passing = [0, *(crossing(profile, cut)[0] for cut in cuts), 0]
         needed = [
             math.ceil(sum(3 * x.parameter_bytes + flight * x.saved_bytes for x in part) * 105 / 100)
-            + (flight + 4) * entering + (flight + 3) * leaving
+            + (flight + 4) * (entering + leaving)
             for part, flight, (entering, leaving) in zip(parts, flights, pairwise(passing), strict=True)
         ]  # fmt: skip
         if budget is not None and max(needed) > budget:
@@ -241,7 +241,7 @@ def test_memory_has_the_buffers_of_the_exchange():
         ({"cuts": ["add", "conv1"]}, "conv1 behind add"),
         ({"cuts": ["layer1", "add"]}, "cuts layer1 and add are one place"),
         ({"cuts": ["fc"]}, "ends with the last layer fc"),
-        ({"stages": 2, "memory": "1kB"}, "memory=1kB on each of 2 .* is memory=8906 "),
+        ({"stages": 2, "memory": "1kB"}, "memory=1kB on each of 2 .* is memory=9780 "),
         ({"stages": 3, "replicas": [2, 1]}, "2 stages, found 3 stages"),
         ({"cuts": ["conv1"], "replicas": [2]}, "1 stages, found 2 stages"),
         ({"replicas": []}, "found 0 stages|has a number for each"),

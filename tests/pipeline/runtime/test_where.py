@@ -108,7 +108,7 @@ class Told(Agreement):
 def gpu_plan(**more):
     """Two stages of 3 GiB."""
     plan = plan_of(CASE)[0]
-    stages = tuple(dataclasses.replace(s, memory_bytes=3 * GIB) for s in plan.stages)
+    stages = tuple(dataclasses.replace(s, memory_bytes=3 * GIB, frame_bytes=0) for s in plan.stages)
     return dataclasses.replace(plan, stages=stages, **more)
 
 

@@ -15,7 +15,7 @@ import torch
 from checkout import ROOT, run
 
 BENCHES = ROOT / "scripts" / "bench"
-TOPICS = "cache codecs gpu offload pipeline replicas".split()
+TOPICS = "cache codecs gpu integrations offload pipeline replicas".split()
 FACTS = {"command", "date", "hardware", "versions", "system", "load_before", "load_after"}
 MLP = "model=mlp data.size=8 batch_size=32 threads=1"
 
@@ -55,6 +55,9 @@ def check(name: str, found: dict[str, Any]) -> None:
             kept, disk = found["rows"]
             assert (kept["contestant"], disk["contestant"]) == ("kept", "disk_parameters")
             assert disk["bytes_written"] > 0 == kept["bytes_written"]
+        case "integrations":
+            assert [row["host"] for row in found["rows"]] == ["pipeline", "ddp_fp32", "fsdp2_bf16"]
+            assert all(row["same"] and row["ratio"] > 0.9 for row in found["rows"])
         case "replicas":
             assert [row["bound"] for row in found["speeds"]] == [pytest.approx(2 / 3), 1.0]
             assert [row["ranks"] for row in found["exact"]] == [1, 2, 2]
@@ -80,6 +83,10 @@ RUNS = {
     ),
     "offload": (
         f"{MLP} --contestants disk_parameters --limits none --repeats 1 --steps 1 --speed-bytes 8MiB"
+    ),
+    "integrations": (
+        f"{MLP} data.num_samples=128 micro_batches=2 --hosts pipeline,ddp_fp32,fsdp2_bf16 --links loopback "
+        "--steps 1 --repeats 1"
     ),
     "replicas": (
         f"{MLP} model.hidden=[16,16] batch_size=16 micro_batches=4 --parts speeds,exact --factors 2 "

@@ -1,0 +1,191 @@
+"""Race of what other programs send, packed and as it is: torch's pipelines, DistributedDataParallel, FSDP2.
+
+Both sides of a race live in the same two processes and take turns, over loopback and shaped links. After the
+race their parameters are compared bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import harness
+import shaped_links
+import torch
+import torch.distributed as dist
+from harness import Job, Options, Results, alternate, ratio_of_pairs, spread
+from shaped_links import LOOPBACK, parse_link
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch_pipeline import TorchPipeline
+
+import penstock
+from penstock.compression.names import HOST
+from penstock.conf.schema import TrainConfig
+from penstock.pipeline.distributed.launcher import init
+from penstock.pipeline.partition.partition import partition
+from penstock.pipeline.run.losses import cross_entropy as loss
+from penstock.pipeline.run.planning import model_name, record
+from penstock.pipeline.run.run_folder import RunFolder
+from penstock.stages.plan.plan import Plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COLUMNS: dict[str, Any] = {
+    "link": "{link}",
+    "host": "{host}",
+    "plain": "{plain:.3f} s",
+    "packed": "{packed:.3f} s",
+    "speedup": lambda row: f"{row['speedup']:.2f}x ({spread(row['speedup_of_pairs'])})",
+    "bytes": "{ratio:.2f}x",
+    "same bits": lambda row: "yes" if row["same"] else "NO",
+}
+
+
+def options() -> Any:
+    """Return the parser of the command line."""
+    made = harness.parser(__doc__, job="model=resnet18 data=fake batch_size=64 micro_batches=8 threads=1")
+    listed, add = harness.list_of, made.add_argument
+    add("--hosts", type=listed(known=HOSTS), default=list(HOSTS), help=f"of {', '.join(HOSTS)}")
+    add("--links", type=listed(lambda text: parse_link(text).name), default=[LOOPBACK, "1Gbit", "100Mbit"],
+        help="loopback, or rates of the link between two ranks")  # fmt: skip
+    add("--steps", type=harness.at_least(1), default=2, help="steps of a run")
+    return made
+
+
+def bench(asked: Options, path: Path) -> Results:
+    """Race every host on every link; return the results."""
+    defaults = {"model": "resnet18", "data": "fake", "data.size": 32, "data.drop_last": "true"}
+    defaults |= {"batch_size": 64, "micro_batches": 8, "threads": 1}
+    config = harness.train_config(asked.job, defaults, {"ranks": 2})
+    plan = plan_of(config)
+    fields = ("batch_size", "micro_batches", "seed", "threads")
+    facts = {name: getattr(config, name) for name in fields} | {"model": model_name(config)}
+    facts |= {name: getattr(asked, name) for name in ("repeats", "steps")} | {"cuts": list(plan.cuts)}
+    results = Results(path, job=facts, rows=[])
+    with results.folder().private() as folder:
+        for link in map(parse_link, asked.links):
+            places: dict[str, Any] = {"ranks": 2, "device": link.device}
+            told = {"link": dataclasses.asdict(link)}
+            with shaped_links.joined(link, ranks=2) as places["ends"]:
+                found = harness.measure_on_ranks(
+                    "integrations", folder, asked, config, {"cut": plan}, facts=told, **places
+                )
+            results.keep(rows=[row_of(link.name, host, one) for host, one in found.items()])
+    harness.show(results.content["rows"], COLUMNS, left=2)
+    return results
+
+
+def plan_of(config: TrainConfig) -> Plan:
+    """Cut the model for torch's 1F1B, which takes one stage a rank."""
+    profile = record(config, Job(config).samples).measure()
+    return partition(profile, ranks=2, cuts=config.cuts, micro_batches=config.micro_batches, codec="raw")
+
+
+def row_of(link: str, host: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a race."""
+    runs, row = found["runs"], {"link": link, "host": host, "same": found["same"]}
+    row |= {side: statistics.median(runs[side]) for side in runs} | {"runs": runs}
+    row["ratio"] = found["raw"] / max(1, found["sent"])
+    return row | ratio_of_pairs(runs["plain"], runs["packed"])
+
+
+# Hosts: each returns what takes a step, the parameters, and who counts what was packed.
+
+Made = tuple[Callable[[Any, Any], object], nn.Module, list[Any]]
+
+
+def pipeline(job: Job, plan: Plan, *, packed: bool) -> Made:
+    """Train by torch's Schedule1F1B."""
+    pipe = TorchPipeline(job.model(), plan, loss=loss, optimizer=job.optimizer)
+    transfers = [penstock.pack_transfers(pipe.schedule)] if packed else []
+    return pipe.step, nn.ModuleList(pipe.parts.values()), transfers
+
+
+def ddp(job: Job, plan: Plan, *, packed: bool, dtype: torch.dtype) -> Made:
+    """Train by DistributedDataParallel."""
+    model = DistributedDataParallel(job.model().to(dtype))
+    transfers = []
+    if packed:
+        hook = penstock.ddp_hook()
+        model.register_comm_hook(None, hook)
+        transfers = [hook]
+    return _plain_step(job, model, dtype), model, transfers
+
+
+def fsdp2(job: Job, plan: Plan, *, packed: bool, dtype: torch.dtype) -> Made:
+    """Train by fully_shard, a shard group for each child with parameters."""
+    whole: Any = job.model()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    gather, scatter = penstock.FsdpAllGather(), penstock.FsdpReduceScatter()
+    sharded: list[Any] = [child for child in whole.children() if [*child.parameters()]]
+    for module in [*sharded, whole]:
+        fully_shard(module, mesh=init_device_mesh(HOST, (2,)), mp_policy=policy)
+        if packed:
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+    return _plain_step(job, whole, dtype), whole, [gather, scatter] if packed else []
+
+
+def _plain_step(job: Job, model: nn.Module, dtype: torch.dtype) -> Callable[[Any, Any], object]:
+    optimizer = job.optimizer([*model.named_parameters()])
+
+    def step(inputs: Any, targets: Any) -> None:
+        optimizer.zero_grad()
+        own = slice(dist.get_rank(), None, 2)  # each rank takes half of a batch
+        loss(model(inputs[own].to(dtype)).float(), targets[own]).backward()
+        optimizer.step()
+
+    return step
+
+
+HOSTS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
+    "pipeline": (pipeline, {}),
+    **{f"ddp_{name}": (ddp, {"dtype": dtype}) for name, dtype in DTYPES.items()},
+    **{f"fsdp2_{name}": (fsdp2, {"dtype": dtype}) for name, dtype in DTYPES.items()},
+}
+
+
+def rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
+    """Race on this rank; return the runs, bytes and comparison of each host."""
+    config = folder.read_config()
+    world, job = init(deadline=config.deadline), Job(config)
+    (plan,), found = harness.load_plans(folder).values(), {}
+    for host in asked.hosts:
+        make, settings = HOSTS[host]
+        sides = {side: make(job, plan, packed=side == "packed", **settings) for side in ("plain", "packed")}
+        batches = {side: cycle(job.batches()) for side in sides}
+
+        def run(side: str, steps: int, sides: Any = sides, batches: Any = batches) -> float:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                sides[side][0](*next(batches[side]))
+            dist.barrier()
+            return (time.perf_counter() - start) / steps
+
+        for side in sides:
+            run(side, 1)
+        turns = {side: lambda side=side, run=run: run(side, asked.steps) for side in sides}
+        runs = alternate(turns, asked.repeats)
+        plain, packed = (list(module.parameters()) for _, module, _ in sides.values())
+        locals_ = zip(map(_local, plain), map(_local, packed), strict=True)
+        here = [all(torch.equal(one, other) for one, other in locals_)]
+        counted = [getattr(one, "transfers", one) for one in sides["packed"][2]]
+        here += [sum(one.bytes_raw for one in counted), sum(one.bytes_sent for one in counted)]
+        same, raw, sent = zip(*world.all_gather_json(here), strict=True)
+        found[host] = {"runs": runs, "same": all(same), "raw": sum(raw), "sent": sum(sent)}
+    return found
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+if __name__ == "__main__":
+    harness.main(options(), bench, rank=rank)
