@@ -121,6 +121,8 @@ def ddp(job: Job, plan: Plan, *, packed: bool, dtype: torch.dtype) -> Made:
 def fsdp2(job: Job, plan: Plan, *, packed: bool, dtype: torch.dtype) -> Made:
     """Train by fully_shard, a shard group for each child with parameters."""
     whole: Any = job.model()
+    for buffer in whole.buffers():  # a batch norm on a CPU wants one dtype
+        buffer.data = buffer.to(dtype) if buffer.is_floating_point() else buffer
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     gather, scatter = penstock.FsdpAllGather(), penstock.FsdpReduceScatter()
     sharded: list[Any] = [child for child in whole.children() if [*child.parameters()]]

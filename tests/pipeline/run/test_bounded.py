@@ -118,15 +118,16 @@ def held_by(process):
 QUICK = "threads=1 ranks=2 max_steps=2 codec=raw data.workers=0"
 NETWORKS = {
     "mlp": f"model=mlp model.hidden=[{','.join(['2048'] * 24)}] batch_size=64 micro_batches=4",
-    "gpt": "model=gpt data=text model.width=768 model.layers=16 batch_size=32 micro_batches=4",
+    "gpt": "model=gpt data=text model.width=512 model.layers=12 batch_size=16 micro_batches=4",
     "resnet152": "model=torchvision model.name=resnet152 data.size=32 batch_size=16 micro_batches=4",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is counted by Linux alone")
-@pytest.mark.parametrize("share", ["50%", "25%"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "share"), [("mlp", "50%"), ("mlp", "25%"), ("gpt", "50%"), ("resnet152", "25%")]
+)
 def test_the_memory_of_a_rank_keeps_to_its_budget(network, share):
     small = held_by_ranks(f"{QUICK} model=mlp memory.parameters=disk hydra.run.dir=small")
     large = held_by_ranks(f"{QUICK} {NETWORKS[network]} memory.device={share} hydra.run.dir=large")
