@@ -233,7 +233,11 @@ class PenstockStrategy(SingleDeviceStrategy):
         example = tree_map(lambda x: x.tensor_split(number)[0] if isinstance(x, Tensor) else x, given)
         options: dict[str, Any] = {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0")), **self.options}
         loss: Any = module.loss
-        pipe = Pipeline.of(module, example, loss=loss, optimizer=optimizer, world=self.world, **options)
+        trainer, module._trainer = module._trainer, None  # whoever looks at the module would walk through it
+        try:
+            pipe = Pipeline.of(module, example, loss=loss, optimizer=optimizer, world=self.world, **options)
+        finally:
+            module._trainer = trainer
         if pipe.plan.streams:
             raise ConfigError(
                 f"Lightning looks at weights between steps, found schedule={pipe.plan.schedule} "

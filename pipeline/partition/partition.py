@@ -314,25 +314,33 @@ def _cut(
                 least=False,
             )
         return ends, fixed
-    if ends is None:
-        needed = int(
-            smallest_limit(points, parts=ranks, span=costs.required, edge=free, least=costs.least_required)
-        )
-        raise TooSmall(
-            f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; the smallest budget "
-            f"that does is memory={needed} ({show_bytes(needed)}); raise memory or ranks",
-            needed,
-            least=True,
-        )
-    inner = best(parts=stages, span=costs.of_stage(ends), edge=free)
-    assert inner is not None, "the ranks leave every other place to cut, and there are enough"
-    rank_of = tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])
-    needed = costs.needed_with_frames(ends, [*zip(pairwise(inner), rank_of, rank_of, strict=True)])
+
+    def with_stages(ends: list[int]) -> tuple[list[int], tuple[int, ...], int]:
+        """Cut each rank into its stages; return the budget that this needs, too."""
+        inner = best(parts=stages, span=costs.of_stage(ends), edge=free)
+        assert inner is not None, "the ranks leave every other place to cut, and there are enough"
+        rank_of = tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])
+        needed = costs.needed_with_frames(ends, [*zip(pairwise(inner), rank_of, rank_of, strict=True)])
+        return inner, rank_of, needed
+
+    if ends is not None:
+        inner, rank_of, needed = with_stages(ends)
+        if costs.budget is None or needed <= costs.budget:
+            return inner, rank_of
+    # The cut that needs least: it fits, or its budget does.
+    tight = copy.copy(costs)
+    tight.budget = int(
+        smallest_limit(points, parts=ranks, span=costs.required, edge=free, least=costs.least_required)
+    )
+    ends = best(parts=parts, span=tight.of_rank, edge=costs.link_times, least=tight.least_of_rank)
+    assert ends is not None, "some cut needs no more than the least"
+    inner, rank_of, needed = with_stages(ends)
     if costs.budget is not None and needed > costs.budget:
+        budget = "the smallest budget" if needed == tight.budget else "a budget"
         raise TooSmall(
-            f"memory={memory} on each of {ranks} ranks does not hold the frames between its stages; a budget "
-            f"that does is memory={needed} ({show_bytes(needed)}); raise memory, or lower stages",
+            f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; {budget} that does "
+            f"is memory={needed} ({show_bytes(needed)}); raise memory or ranks",
             needed,
-            least=False,
+            least=needed == tight.budget,
         )
     return inner, rank_of

@@ -31,7 +31,8 @@ from ..torch_private import REGISTERED, version_of
 
 LIMIT = 100_000  # objects; what lies beyond is compared by its kind and length alone
 EXACT = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-INTERNAL = {*TORCH_INTERNAL, "_flags_cache"}  # omegaconf fills this cache by reading
+# omegaconf fills a cache by reading; Lightning notes how torch.compile was called
+INTERNAL = {*TORCH_INTERNAL, "_flags_cache", "_compile_kwargs"}
 OF_EVERY = frozenset(vars(nn.Module()))  # attributes of every module
 OPAQUE = ("torch._", "torch.fx.", "torch.jit.", "torch.distributed.")
 # What their objects hold moves by itself, or is no data: caches of loggers, waiting threads, open files.
