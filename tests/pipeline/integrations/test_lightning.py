@@ -53,15 +53,17 @@ class Net(lightning.LightningModule):
 class Plain(Net):
     """The plain loop over micro-batches."""
 
-    def __init__(self):
+    def __init__(self, clip=None):
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization, self.clip = False, clip
 
     def training_step(self, batch):
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         for x, y in zip(*(part.tensor_split(PARTS) for part in batch), strict=True):
             self.manual_backward(self.loss(self(x), y) * (len(x) / len(batch[0])))
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters(), self.clip)
         optimizer.step()
         scheduler: Any = self.lr_schedulers()
         scheduler.step()
@@ -89,10 +91,12 @@ def same(ours: nn.Module, theirs: nn.Module) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_weights_and_tests_are_those_of_the_plain_loop(tmp_path):
-    plain, cut = Plain(), Net()
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_weights_and_tests_are_those_of_the_plain_loop(clip, tmp_path):
+    plain, cut = Plain(clip), Net()
     expected = fitted(plain, "auto", tmp_path / "plain")
-    trainer = fitted(cut, PenstockStrategy(micro_batches=PARTS, stages=3), tmp_path / "cut")
+    strategy = PenstockStrategy(micro_batches=PARTS, stages=3, clip=clip, codec="zero_value")
+    trainer = fitted(cut, strategy, tmp_path / "cut")
     assert same(cut, plain)
     assert trainer.callback_metrics["val_loss"] == expected.callback_metrics["val_loss"]
     assert trainer.callback_metrics["train_loss"] > 0
