@@ -23,6 +23,7 @@ from ...compression.codec import decode, encode
 from ...compression.errors import ConfigError
 from ...compression.names import HOST
 from ...stages.device import device_named, is_gpu
+from ...stages.plan.validation import streams
 from ...stages.torch_private import tree_map
 from ..distributed.launcher import init, local_rank
 from ..distributed.process_group import World
@@ -166,6 +167,10 @@ class PenstockStrategy(SingleDeviceStrategy):
                 callable(getattr(module, "loss", None)), "add that method"
             ),
             f"{', '.join(overridden)} of the module": (not overridden, "leave it out"),
+            "a schedule that has gradients in flight between steps (async_1f1b, weights=double_buffered)": (
+                not streams(self.options.get("schedule", ""), self.options.get("weights", "latest")),
+                "choose 1f1b and weights=latest",
+            ),
             "WeightAveraging on several ranks": (
                 self.world.is_alone or not averages, "leave it out, or train in one process"
             ),
@@ -238,11 +243,6 @@ class PenstockStrategy(SingleDeviceStrategy):
             pipe = Pipeline.of(module, example, loss=loss, optimizer=optimizer, world=self.world, **options)
         finally:
             module._trainer = trainer
-        if pipe.plan.streams:
-            raise ConfigError(
-                f"Lightning looks at weights between steps, found schedule={pipe.plan.schedule} "
-                f"weights={pipe.plan.weights} without a flush; choose 1f1b"
-            )
         made = [group for one in pipe.update.optimizers.values() for group in one.param_groups]
         self._stage_groups = [(group, numbers[id(group["params"][0])]) for group in made if group["params"]]
         if self._resumed is not None:

@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ...compression.codec import decode, encode
 from ...compression.errors import ConfigError
 from ...stages.memory.offload import offload
+from ...stages.plan.validation import streams
 from ...stages.split_inputs import Split
 from ...stages.tracing.capture.call_spec import Constant
 from ..checkpoint import load, save
@@ -309,8 +310,11 @@ def _check(
         raise ConfigError(
             f"schedulers of stages step without a metric, found {args.lr_scheduler_type!s}; take another one"
         )
-    if options.get("schedule") == "async_1f1b":
-        raise ConfigError("async_1f1b updates after every micro-batch, Trainer after a step; choose 1f1b")
+    if streams(options.get("schedule", ""), options.get("weights", "latest")):
+        raise ConfigError(
+            "Trainer sets all gradients to zero after a step, found a schedule that has some in flight there "
+            "(async_1f1b, weights=double_buffered); choose 1f1b and weights=latest"
+        )
     loss, optimizer = "compute the loss in the model's forward", "give optimizer_cls_and_kwargs= or optim="
     own = {
         "compute_loss": loss,

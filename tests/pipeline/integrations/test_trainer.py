@@ -180,7 +180,13 @@ class Own(PipelineTrainer):
         (PipelineTrainer, {"bf16": True}, {}, "takes no bf16, found True; give pipeline="),
         (PipelineTrainer, {"label_smoothing_factor": 0.1}, {}, "takes no label_smoothing_factor, found 0.1"),
         (PipelineTrainer, {}, {"compute_loss_func": print}, "found compute_loss_func of your own; compute"),
-        (PipelineTrainer, {}, {"pipeline": {"schedule": "async_1f1b"}}, "after a step; choose 1f1b"),
+        (PipelineTrainer, {}, {"pipeline": {"schedule": "async_1f1b"}}, "in flight there .*; choose 1f1b"),
+        (
+            PipelineTrainer,
+            {},
+            {"pipeline": {"weights": "double_buffered"}},
+            "in flight there .*; choose 1f1b",
+        ),
         (PipelineTrainer, {"lr_scheduler_type": "reduce_lr_on_plateau"}, {}, "without a metric"),
         (
             PipelineTrainer,
