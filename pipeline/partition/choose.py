@@ -111,12 +111,8 @@ def cheapest(
 def bytes_of_share(share: float, cut: Callable[..., Plan]) -> int:
     """A rank's budget as a share of what the fullest one needs that keeps everything."""
     whole = cut(memory=None, **Mix("device", "device", False, True)._asdict())
-    sums = (
-        with_margin(sum(whole.stages[s].memory_bytes for s in stages))
-        + sum(whole.stages[s].frame_bytes for s in stages)
-        for stages in whole.stages_of_rank
-    )
-    return round(share * max(sums))
+    sums = (sum(whole.stages[s].held_bytes for s in stages) for stages in whole.stages_of_rank)
+    return round(share * with_margin(max(sums)))
 
 
 def _mixes(

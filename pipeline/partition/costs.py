@@ -121,12 +121,12 @@ class Costs:
 
     def required(self, start: int, end: int, rank: int) -> int:
         """The budget that a rank needs for its layers, and for the frames that other ranks send and take."""
-        there, needed = self.copies[rank], with_margin(self.memory(start, end, rank))
+        there, needed = self.copies[rank], self.memory(start, end, rank)
         if start:
             needed += there.frames(entering=self.passing[start], replicas=self._replicas_of(rank - 1))
         if end < len(self.profile.layers):
             needed += there.frames(leaving=self.passing[end], replicas=self._replicas_of(rank + 1))
-        return needed
+        return with_margin(needed)
 
     def least_required(self, start: int, end: int, rank: int) -> int:
         """Bytes that a longer part never needs fewer of: all but what depends on its ends."""
@@ -158,19 +158,17 @@ class Costs:
 
     def needed(self, spans: Sequence[Placed], copies: Sequence[Copies] = ()) -> int:
         """The least budget that the same ranks ``fit``."""
-        used, frames = Counter[int](), Counter[int]()
-        for ((start, end), place, rank), passing in zip(spans, self.frames(spans, copies), strict=True):
-            used[rank] += self.memory(start, end, place, copies)
-            frames[rank] += passing
-        return max(with_margin(num_bytes) + frames[rank] for rank, num_bytes in used.items())
+        used = Counter[int]()
+        for ((start, end), place, rank), frames in zip(spans, self.frames(spans, copies), strict=True):
+            used[rank] += self.memory(start, end, place, copies) + frames
+        return with_margin(max(used.values()))
 
     def needed_with_frames(self, ends: Sequence[int], spans: Sequence[Placed]) -> int:
         """The least budget of ranks with these ``ends``, with the frames between their own stages."""
-        needed = [self.required(*span, rank) for rank, span in enumerate(itertools.pairwise(ends))]
-        for ((_, end), place, rank), (_, _, next_rank) in itertools.pairwise(spans):
-            if rank == next_rank:
-                needed[rank] += self.copies[place].frames(inside=self.passing[end])
-        return max(needed)
+        used = Counter({rank: self.memory(*span, rank) for rank, span in enumerate(itertools.pairwise(ends))})
+        for (*_, rank), frames in zip(spans, self.frames(spans), strict=True):
+            used[rank] += frames
+        return with_margin(max(used.values()))
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
         """Picoseconds per micro-batch; math.inf where the layers and frames do not fit the budget."""

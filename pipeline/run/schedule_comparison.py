@@ -69,12 +69,7 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """True if the fullest rank keeps to the memory of the plan."""
-        by_rank = zip(self.memory, self.plan.stages_of_rank, strict=True)
-        needed = (
-            with_margin(most) + sum(self.plan.stages[stage].frame_bytes for stage in stages)
-            for most, stages in by_rank
-        )
-        return self.plan.memory is None or max(needed) <= self.plan.memory
+        return self.plan.memory is None or with_margin(max(self.memory)) <= self.plan.memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +169,8 @@ def candidate(
             options["optimizer_state"] = (1.0 if optimizer_state is None else optimizer_state) / len(counts)
         there = copies(in_flight, old_versions=versions[number] - 1, **options)
         bytes_of = sizes[number] if stage.prefetches else {**sizes[number], "neighbours": 0}
-        return there.of(**bytes_of, entered=plan.bytes_entering(number), staying=stage.staying_bytes)
+        kept = there.of(**bytes_of, entered=plan.bytes_entering(number), staying=stage.staying_bytes)
+        return kept + stage.frame_bytes
 
     return Candidate(
         plan=plan,

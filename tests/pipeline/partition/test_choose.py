@@ -123,14 +123,14 @@ def test_one_layers_parameters_are_there_at_a_time_where_nothing_else_fits():
 def test_stages_of_a_rank_share_what_room_there_is():
     options = {"stages": 2, "ranks": 1, "micro_batches": 4, "parameters_tier": "disk"}
     stages = partition(net(), **options).stages
-    least = sum(stage.memory_bytes + stage.frame_bytes for stage in stages)
+    least = sum(stage.held_bytes for stage in stages)
     plan = partition(net(), memory=with_room(least + 450 * KIB), **options)
     assert [stage.staying_bytes for stage in plan.stages] == [120 * KIB, 30 * KIB]
 
 
 def test_a_share_is_that_of_what_is_held_when_nothing_moves():
     kept = partition(net(), stages=2, micro_batches=4)
-    whole = max(with_margin(stage.memory_bytes) + stage.frame_bytes for stage in kept.stages)
+    whole = with_margin(max(stage.held_bytes for stage in kept.stages))
     assert partition(net(), stages=2, micro_batches=4, memory="50%", **OPEN).memory == round(whole / 2)
 
 
@@ -182,7 +182,7 @@ def test_what_is_no_share_is_refused():
 
 
 def most_needed(plan) -> int:
-    return max(with_margin(stage.memory_bytes) + stage.frame_bytes for stage in plan.stages)
+    return max(with_margin(stage.held_bytes) for stage in plan.stages)
 
 
 @given(profiles(), st.integers(1, 3), st.sampled_from(["device", "packed", "disk"]), st.booleans())

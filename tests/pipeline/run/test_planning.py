@@ -63,7 +63,7 @@ def test_replicas_are_compared_with_what_they_exchange(exact):
     found = compare(even(2), stages=2, ranks=3, micro_batches=6, replicas="auto", exact=exact)
     assert set(rows(found)) == {"gpipe", "1f1b", "zb_h1"}
     for one in found.candidates:
-        planned = [stage.memory_bytes for stage in one.plan.stages for _ in stage.ranks]
+        planned = [stage.held_bytes for stage in one.plan.stages for _ in stage.ranks]
         assert list(one.memory) == planned, one.name
         assert sum(span.op == "U" for span in one.panel.spans) == 2  # of the two replicas
     assert "replicas=auto divides ranks over stages that each have ranks" in found.left_out["zbv"]
@@ -71,7 +71,7 @@ def test_replicas_are_compared_with_what_they_exchange(exact):
 
 def test_memory_knows_the_optimizer_and_what_a_tier_leaves():
     layers = [layer_of(f"l{i}", size=400, saved=1000, packed=200) for i in range(2)]
-    profile = profile_of(layers, [value_of(0, [1])])
+    profile = profile_of(layers, [value_of(0, [1], 0)])
     found = rows(compare(profile, stages=2, micro_batches=6, optimizer_state=2.0, tier="packed"))
     assert found["gpipe"].memory == (4 * 400 + 2 * 1000 + 6 * 200,) * 2
     assert found["1f1b"].memory == (4 * 400 + 2 * 1000, 4 * 400 + 1000)
@@ -79,7 +79,7 @@ def test_memory_knows_the_optimizer_and_what_a_tier_leaves():
     assert found["1f1b double_buffered"].memory == (5 * 400 + 2 * 1000, 5 * 400 + 1000)
     for one in found.values():
         if one.plan.ranks == (0, 1):
-            assert one.memory == tuple(stage.memory_bytes for stage in one.plan.stages), one.name
+            assert one.memory == tuple(stage.held_bytes for stage in one.plan.stages), one.name
 
 
 def test_every_stage_counts_in_its_own_tier():
@@ -87,7 +87,11 @@ def test_every_stage_counts_in_its_own_tier():
     profile = profile_of(layers, [value_of(0, [1])])
     plan = partition(profile, stages=2, micro_batches=6, schedule="gpipe")
     stages = plan.stages[0], dataclasses.replace(plan.stages[1], tier="packed")
-    assert candidate(profile, dataclasses.replace(plan, stages=stages)).memory == (6000, 2000 + 6 * 200)
+    frames = (6 + 2 + 2) * 1000  # in flight, posted ahead, and two more
+    assert candidate(profile, dataclasses.replace(plan, stages=stages)).memory == (
+        6000 + frames,
+        3200 + frames,
+    )
 
 
 def test_an_option_names_the_optimizer_whose_memory_is_planned(tmp_path):
