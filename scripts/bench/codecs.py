@@ -5,6 +5,7 @@ Whatever is timed has been checked bit for bit."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -192,7 +193,7 @@ def rows_of(subject: Subject, kind: str, asked: Options) -> Iterator[dict[str, A
     density = (numbers != 0 if chosen is None else chosen).mean()
     facts = {"class": kind, "tensor": subject.name, "dtype": str(tensor.dtype).removeprefix("torch.")}
     facts |= {"num_bytes": tensor.nbytes, "density": float(density), "mask": mask is not None}
-    copy = lambda: ctypes.memmove(back.data_ptr(), words.address, words.num_bytes)  # noqa: E731
+    copy = functools.partial(ctypes.memmove, back.data_ptr(), words.address, words.num_bytes)
     common: Routes = {"copy": copy, "clone": tensor.clone}
     batch = max(1, BATCH_BYTES // max(1, tensor.nbytes))
 

@@ -5,10 +5,10 @@ race their parameters are compared bit for bit."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,9 @@ def bench(asked: Options, path: Path) -> Results:
     with results.folder().private() as folder:
         for link in map(parse_link, asked.links):
             places: dict[str, Any] = {"ranks": 2, "device": link.device}
-            told = {"link": dataclasses.asdict(link)}
             with shaped_links.joined(link, ranks=2) as places["ends"]:
                 found = harness.measure_on_ranks(
-                    "integrations", folder, asked, config, {"cut": plan}, facts=told, **places
+                    "integrations", folder, asked, config, {"cut": plan}, **places
                 )
             results.keep(rows=[row_of(link.name, host, one) for host, one in found.items()])
     harness.show(results.content["rows"], COLUMNS, left=2)
@@ -161,19 +160,11 @@ def rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
     for host in asked.hosts:
         make, settings = HOSTS[host]
         sides = {side: make(job, plan, packed=side == "packed", **settings) for side in ("plain", "packed")}
-        batches = {side: cycle(job.batches()) for side in sides}
-
-        def run(side: str, steps: int, sides: Any = sides, batches: Any = batches) -> float:
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                sides[side][0](*next(batches[side]))
-            dist.barrier()
-            return (time.perf_counter() - start) / steps
-
-        for side in sides:
-            run(side, 1)
-        turns = {side: lambda side=side, run=run: run(side, asked.steps) for side in sides}
+        turns = {
+            side: functools.partial(_turn, step, cycle(job.batches()), asked.steps)
+            for side, (step, *_) in sides.items()
+        }
+        alternate(turns, 1)  # which is not timed
         runs = alternate(turns, asked.repeats)
         plain, packed = (list(module.parameters()) for _, module, _ in sides.values())
         locals_ = zip(map(_local, plain), map(_local, packed), strict=True)
@@ -183,6 +174,16 @@ def rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
         same, raw, sent = zip(*world.all_gather_json(here), strict=True)
         found[host] = {"runs": runs, "same": all(same), "raw": sum(raw), "sent": sum(sent)}
     return found
+
+
+def _turn(step: Callable[[Any, Any], object], batches: Iterator[Any], steps: int) -> float:
+    """Take steps together with the other rank; return the seconds of one."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step(*next(batches))
+    dist.barrier()
+    return (time.perf_counter() - start) / steps
 
 
 def _local(tensor: Any) -> torch.Tensor:
