@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -135,9 +135,10 @@ class PenstockStrategy(SingleDeviceStrategy):
         if is_fit:
             self._check(trainer, self._module)
             self._state, self._resumed = {}, None
-        for module in self._module.modules():
-            if hasattr(module, "distributed_available_fn"):  # a metric: all ranks see the same samples
-                module.distributed_available_fn = _is_alone  # type: ignore[assignment]
+        metrics: Iterable[Any] = self._module.modules()
+        for metric in metrics:
+            if hasattr(metric, "distributed_available_fn"):  # all ranks see the same samples
+                metric.distributed_available_fn = _is_distributed
         super().setup(trainer)
         trained = {id(p) for made in self.optimizers for group in made.param_groups for p in group["params"]}
         if is_fit and not trained & {id(p) for p in self._module.parameters()}:
@@ -152,9 +153,9 @@ class PenstockStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def _check(self, trainer: Trainer, module: LightningModule) -> None:
+    def _check(self, trainer: Any, module: LightningModule) -> None:
         overridden = [name for name in UNUSED if is_overridden(name, module)]
-        averages = any(isinstance(one, WeightAveraging) for one in trainer.callbacks)  # type: ignore[attr-defined]
+        averages = any(isinstance(one, WeightAveraging) for one in trainer.callbacks)
         rules = {
             f"gradient_clip_val={trainer.gradient_clip_val}": (
                 not trainer.gradient_clip_val, "give clip= of the strategy, the norm of all gradients"
@@ -356,7 +357,8 @@ class PenstockStrategy(SingleDeviceStrategy):
         super().teardown()
 
 
-def _is_alone() -> bool:
+def _is_distributed() -> bool:
+    """Return whether a metric adds up what the ranks saw: each of them saw all."""
     return False
 
 

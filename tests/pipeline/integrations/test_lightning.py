@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import penstock
 
 lightning: Any = pytest.importorskip("lightning.pytorch", reason="pip install lightning")
+import torchmetrics  # noqa: E402
+
 from penstock.pipeline.integrations.lightning import PenstockStrategy  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says of torch
@@ -27,6 +29,7 @@ class Net(lightning.LightningModule):
             nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.ReLU()
         )
         self.head = nn.Linear(16, 4)
+        self.seen = torchmetrics.SumMetric()
 
     def forward(self, x):
         return self.head(self.body(x))
@@ -38,7 +41,9 @@ class Net(lightning.LightningModule):
         raise AssertionError("the stages train")
 
     def validation_step(self, batch):
-        outputs = self(batch[0])
+        outputs = self(x=batch[0])
+        self.seen(float(len(batch[0])))
+        self.log("val_seen", self.seen)
         self.log("val_loss", self.loss(outputs, batch[1]), sync_dist=True)
 
     test_step = validation_step
@@ -202,7 +207,8 @@ name, folder = sys.argv[1:]
 net = {"plain": Plain, "ranks": Net, "looks": Looks}[name]()
 strategy = "auto" if name == "plain" else PenstockStrategy(micro_batches=PARTS)
 trainer = fitted(net, strategy, Path(folder))
-torch.save([net.state_dict(), trainer.callback_metrics["val_loss"]], f"{name}{trainer.global_rank}")
+found = [trainer.callback_metrics[f"val_{name}"].item() for name in ("loss", "seen")]
+torch.save([net.state_dict(), found], f"{name}{trainer.global_rank}")
 """
 
 
@@ -221,10 +227,11 @@ def test_ranks_of_torchrun_have_the_weights_of_one_process(tmp_path):
             OMP_NUM_THREADS="1",
             PYTHONPATH=paths,
         )
-    expected, loss = torch.load(tmp_path / "plain0")
+    expected, tested = torch.load(tmp_path / "plain0")
+    assert tested[1] == 62
     for rank in range(2):
         state, found = torch.load(tmp_path / f"ranks{rank}")
-        assert found == loss
+        assert found == tested
         assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert len(list((tmp_path / "ranks").rglob("*.ckpt"))) == 1
     with pytest.raises(AssertionError, match=r"called body of the module by itself.*call self\(inputs\)"):
