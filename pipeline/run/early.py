@@ -138,7 +138,7 @@ def _check_devices(config: PlanConfig) -> None:
             f"device={shown(config.device)} names {len(config.device)} for ranks={config.ranks}; name one "
             "for each rank"
         )
-    kinds = {str(device).partition(":")[0] for device in config.devices}
+    kinds = {str(device).partition(":")[0] for device in config.devices} - {AUTO}
     if len(kinds) > 1 and config.cuts is None and not getattr(config, "plan", None):
         raise ConfigError(
             f"device={shown(config.devices)} computes on {' and '.join(sorted(kinds))}, and layers are "

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import DEADLY, refusal, same_run, trained
+from omegaconf import OmegaConf
 
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.distributed.failure import Lost
@@ -70,13 +71,15 @@ def test_a_rank_that_dies_again_at_once_is_done_without(whole, monkeypatch, capf
 
 def test_a_lost_replica_is_done_without_and_the_bits_stay(whole, monkeypatch, capfd):
     deadly(monkeypatch, victim=2)
-    trained(f"{KEPT} ranks=3 replicas.count=[1,2] replicas.exact=true replicas.shrink=true")
+    options = "ranks=3 device=[cpu,auto,cpu] replicas.count=[1,2] replicas.exact=true replicas.shrink=true"
+    trained(f"{KEPT} {options}")
     (said,) = [line for line in capfd.readouterr().err.splitlines() if "without it" in line]
     assert said.startswith("penstock: rank 2 (stage 1) was killed by SIGKILL")
     assert "; goes on behind step " in said
     assert said.endswith(", without it: replicas.count=[1, 1]")
     plan = json.loads(Path("run/plan.json").read_text())
     assert [stage["ranks"] for stage in plan["stages"]] == [[0], [1]]
+    assert OmegaConf.load("run/config.yaml").device == ["cpu", "auto"]
     assert same_run("run", whole)
 
 
