@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -135,8 +135,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         if is_fit:
             self._check(trainer, self._module)
             self._state, self._resumed = {}, None
-        metrics: Iterable[Any] = self._module.modules()
-        for metric in metrics:
+        for metric in cast("Iterable[Any]", self._module.modules()):
             if hasattr(metric, "distributed_available_fn"):  # all ranks see the same samples
                 metric.distributed_available_fn = _is_distributed
         super().setup(trainer)
