@@ -237,7 +237,8 @@ class PlanConfig:
         program: file of a custom schedule, a line of instructions such as 0F0 0F1 0B0 0B1 for each rank
         weights: version a micro-batch sees: latest; async_1f1b: stashed, vertical_sync; 1f1b: double_buffered
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input
-        recompute: keep nothing of a forward but what entered: it runs again ahead of its backward
+        recompute: keep nothing of a forward but what entered: it runs again ahead of its backward; or of
+            the layers of some modules, which run again one module at a time: [layer3], [encoder.layer.*]
         prediction: with async_1f1b, forwards run with the weights expected at their backward
         codec: how tensors are packed between stages: auto measures and chooses; or the name of a codec
         batch_size: samples in one step
@@ -265,7 +266,7 @@ class PlanConfig:
     program: str | None = None
     weights: str = "latest"
     weights_first: bool = False
-    recompute: bool = False
+    recompute: Any = False
     prediction: bool = False
     codec: str = "auto"
     batch_size: int = 128
@@ -285,6 +286,13 @@ class PlanConfig:
             at_least(1, name, getattr(self, name))
         at_least(0, "seed", self.seed)
         count_or_auto("extra_in_flight", self.extra_in_flight)
+        paths = (
+            self.recompute if isinstance(self.recompute, list) else [] if self.recompute is False else [""]
+        )
+        if self.recompute is not True and not all(isinstance(path, str) and path for path in paths):
+            raise ConfigError(
+                f"recompute={self.recompute} must be true, false or a list of modules, as [layer3,layer4.*]"
+            )
         if self.micro_batches > self.batch_size:
             raise ConfigError(
                 f"batch_size={self.batch_size} is too small for micro_batches={self.micro_batches}, each of "

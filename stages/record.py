@@ -54,7 +54,8 @@ def read(kind: Any, value: Any, where: str) -> Any:
         return _read_fields(kind, value, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
-        return None if value is None else read(arguments[0], value, where)
+        flag = type(value) in {bool, types.NoneType}.intersection(arguments)
+        return value if flag else read(arguments[0], value, where)
     if origin is tuple and isinstance(value, list):
         return tuple(read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin is dict and isinstance(value, dict):

@@ -7,7 +7,7 @@ Source: steps S2 and S3 of the resource management of distributed deep learning 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ...compression.errors import PlanError
@@ -37,7 +37,7 @@ class Mix(NamedTuple):
 
     tier: str
     parameters_tier: str
-    recompute: bool
+    recompute: bool | Sequence[str]
     prefetches: bool
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ def cheapest(
     memory: int | str | None,
     tier: str,
     parameters_tier: str,
-    recompute: bool,
+    recompute: bool | Sequence[str],
     prefetches: bool | None,
     disk_rate: float | None,
 ) -> Plan:
@@ -68,7 +68,7 @@ def cheapest(
     Args:    memory: a rank's budget, also as a share ("25%") of what it holds with everything kept.
              disk_rate: bytes per second of the disk; 0: it may not be used, None: not measured.
     Raises:  PlanError: nothing fits, with the least budget that does."""
-    kept, asked = Mix("device", "device", False, True), f"memory={memory}"
+    kept, asked = Mix("device", "device", recompute=False, prefetches=True), f"memory={memory}"
     if (share := share_of(memory)) is not None:
         memory = bytes_of_share(share, cut)
         asked += f" ({show_bytes(memory)})"
@@ -110,14 +110,14 @@ def cheapest(
 
 def bytes_of_share(share: float, cut: Callable[..., Plan]) -> int:
     """A rank's budget as a share of what the fullest one needs that keeps everything."""
-    whole = cut(memory=None, **Mix("device", "device", False, True)._asdict())
+    whole = cut(memory=None, **Mix("device", "device", recompute=False, prefetches=True)._asdict())
     sums = (sum(whole.stages[s].held_bytes for s in stages) for stages in whole.stages_of_rank)
     return round(share * with_margin(max(sums)))
 
 
 def _mixes(
-    profile: Profile, tier: str, parameters_tier: str, recompute: bool, prefetches: bool | None,
-    *, allows_disk: bool
+    profile: Profile, tier: str, parameters_tier: str, recompute: bool | Sequence[str],
+    prefetches: bool | None, *, allows_disk: bool
 ) -> Iterator[Mix]:  # fmt: skip
     """Yield every mix that suits what was asked for, those that move less first."""
     host, disk = ["host"] * (profile.device != HOST), ["disk"] * allows_disk
@@ -126,9 +126,9 @@ def _mixes(
     # Dense numbers hardly shrink, so that packing is no choice of its own.
     parts = ["device", *host, *disk] if parameters_tier == AUTO else [parameters_tier]
     mixes = [
-        Mix(*one, prefetches is not False)
+        Mix(one, part, again, prefetches is not False)
         for part in parts
-        for one in [*((one, part, recompute) for one in tiers), *[("device", part, True)] * runs_again]
+        for one, again in [*((one, recompute) for one in tiers), *[("device", True)] * runs_again]
     ]
     yield from mixes
     if prefetches is None:  # what needs least memory, where nothing else fits

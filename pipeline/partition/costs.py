@@ -12,6 +12,7 @@ from ...stages.memory.byte_budget import PREFETCH_LAYERS
 from ...stages.plan.memory_model import NEIGHBOURS, Copies
 from ...stages.plan.plan_stage import PlanStage
 from ...stages.profiling.network_profile import LayerProfile, Profile, ValueProfile, sizes_of
+from ...stages.tracing.layers import part_of
 from .split import TOLERANCE, Span
 
 BESIDE = 8  # one part in so many of a budget is for the layer that runs, what waits to be written
@@ -29,7 +30,7 @@ class Costs:
     """Costs of the layers from one position to another; position p is in front of layer p.
 
     ``copies`` says how often each rank holds what its layers take, ``rate`` is the bits per second of a link,
-    ``budget`` the bytes that a rank may use; ``recompute``: a backward runs its forward again first;
+    ``budget`` the bytes that a rank may use; ``recompute``: what runs again for a backward;
     ``prefetches``: parameters in a tier come ahead of the layer that reads them;
     ``replicas``: ranks that share the micro-batches of each stage, empty: one each."""
 
@@ -40,22 +41,33 @@ class Costs:
         copies: Sequence[Copies],
         rate: float | None,
         budget: int | None,
-        recompute: bool = False,
+        recompute: bool | Sequence[str] = False,
         prefetches: bool = True,
         replicas: Sequence[int] = (),
     ) -> None:
         self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
         self.recompute, self.prefetches, self.replicas = recompute, prefetches, replicas
         layers = profile.layers
+        self.parts = [part_of(layer.module, recompute) for layer in layers]
         self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
+        self.forward_bytes = _over_cuts(len(layers), profile.values)
         sizes = [sizes_of([layer]) for layer in layers]
         self.largest = Largest([size.pop("largest") for size in sizes])
-        self.near = Neighbours([layer.saved_bytes for layer in layers], PREFETCH_LAYERS + 1)
+        saved = [layer.saved_bytes for layer in layers]
+        self.near: Neighbours | Largest = Neighbours(saved, PREFETCH_LAYERS + 1)
+        self.entering = [0] * (
+            len(layers) + 1
+        )  # parts of the model that run again, or what comes behind them
+        if recompute and recompute is not True:
+            self.near = Largest(self._of_parts(saved))
+            for number, (before, part) in enumerate(itertools.pairwise(self.parts), 1):
+                self.entering[number] = self.forward_bytes[number] * (before != part)
+            for number, size in enumerate(sizes):
+                size["packed"] = self.entering[number] + saved[number] * (self.parts[number] is None)
         parameters = [layer.parameter_bytes for layer in layers]
         self.with_parameters = _sums(map(bool, parameters))
         self.neighbours = Neighbours([size for size in parameters if size], NEIGHBOURS)
         self.sizes = {what: _sums(size[what] for size in sizes) for what in ("parameters", "saved", "packed")}
-        self.forward_bytes = _over_cuts(len(layers), profile.values)
         self.passing = _over_cuts(len(layers), [value for value in profile.values if not value.is_parameter])
         trained = [value for value in profile.values if value.requires_grad]
         self.backward_bytes = _over_cuts(len(layers), trained)
@@ -66,7 +78,16 @@ class Costs:
             self.link_times = [round(8 * num_bytes * PICOSECONDS / rate) for num_bytes in slower]
 
     def _backward(self, layer: LayerProfile) -> float:
-        return layer.backward_seconds + self.recompute * layer.forward_seconds
+        again = part_of(layer.module, self.recompute) is not None
+        return layer.backward_seconds + again * layer.forward_seconds
+
+    def _of_parts(self, saved: Sequence[int]) -> list[int]:
+        """Of each layer, what its part saves that runs again; 0 where it runs once."""
+        found = []
+        for part, run in itertools.groupby(zip(self.parts, saved, strict=True), lambda one: one[0]):
+            sizes = [size for _, size in run]
+            found += [sum(sizes) * (part is not None)] * len(sizes)
+        return found
 
     def _cut_weights(self) -> list[int]:
         """Return a tie-breaker for each position, for cuts of equal cost: the bytes that pass both ways,
@@ -96,8 +117,10 @@ class Costs:
         """Predicted bytes on a rank beside frames; ``copies``: in the place of its own; ``staying``: bytes of
         parameters that stay where the others leave; ``enters``: with what enters it."""
         sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
-        sizes |= {"entered": enters * self.forward_bytes[start], "largest": self.largest.of(start, end)}
-        sizes["near"] = self.near.of(start, end)
+        sizes |= {"largest": self.largest.of(start, end), "near": self.near.of(start, end)}
+        enters &= self.recompute is True or sizes["near"] > 0  # else no part of these layers runs again
+        sizes["entered"] = enters * self.forward_bytes[start]
+        sizes["packed"] -= self.entering[start]  # it enters the stage
         if self.prefetches:
             sizes["neighbours"] = self.neighbours.of(self.with_parameters[start], self.with_parameters[end])
         return (copies or self.copies)[rank].of(**sizes, staying=staying)
@@ -199,6 +222,11 @@ class Costs:
         """The stage made of these layers, with its predictions and what was decided for it."""
         layers = self.profile.layers[start:end]
         parameters = tuple(dict.fromkeys(name for layer in layers for name in layer.parameters))
+        again = self.recompute
+        if not isinstance(again, bool):
+            here = [one for one in again if any(part_of(x.module, [one]) for x in layers)]
+            again, packed = tuple(here) or False, self.sizes["packed"]
+            decided["kept_bytes"] = packed[end] - packed[start] - self.entering[start]
         return PlanStage(
             layers=tuple(layer.name for layer in layers),
             parameters=parameters,
@@ -212,7 +240,7 @@ class Costs:
             near_bytes=self.near.of(start, end),
             bytes_forward=self.forward_bytes[end],
             bytes_backward=self.backward_bytes[end],
-            recompute=self.recompute,
+            recompute=again,
             prefetches=self.prefetches,
             **decided,
         )

@@ -22,6 +22,7 @@ from ...stages.plan.plan import Asked, Plan
 from ...stages.plan.plan_stage import counts_of, split_shares
 from ...stages.plan.validation import check_replicas, check_statistics, streams
 from ...stages.profiling.network_profile import Profile
+from ...stages.tracing.layers import part_of
 from ...stages.units import parse_bytes, parse_rate, show_bytes
 from ..schedules import schedule_named
 from ..schedules.building_blocks import layout, placed, placement, stages_on
@@ -54,17 +55,33 @@ def _named_cuts(profile: Profile, cuts: Sequence[str]) -> list[int]:
     return positions
 
 
+def _named_parts(profile: Profile, paths: Sequence[str]) -> tuple[str, ...]:
+    """Check the paths of parts that run again."""
+    if isinstance(paths, str):
+        raise PlanError(
+            f"recompute is true, false or a list of module paths, found {paths!r}; write [{paths}]"
+        )
+    for path in paths:
+        if not path or all(part_of(layer.module, [path]) is None for layer in profile.layers):
+            raise PlanError(f"recompute names paths of modules, found {path}; {_close(path, profile)}")
+    return tuple(paths)
+
+
+def _close(name: object, profile: Profile) -> str:
+    """Say which names of layers and modules are near to a wrong one."""
+    names = [layer.name for layer in profile.layers]
+    parts = (itertools.accumulate(layer.module.split("."), "{}.{}".format) for layer in profile.layers)
+    known = dict.fromkeys([*names, *filter(None, itertools.chain(*parts))])  # of a.b.c: a, a.b, a.b.c
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
+    return f"close ones are {', '.join(close)}" if close else f"the layers run from {names[0]} to {names[-1]}"
+
+
 def _position(profile: Profile, name: str) -> int:
     # 1. the last layer of that name, or of that module
     names = [layer.name for layer in profile.layers]
     inside = [i for i, layer in enumerate(profile.layers) if f"{layer.module}.".startswith(f"{name}.")]
     if name not in names and not (inside and name):
-        parts = (itertools.accumulate(layer.module.split("."), "{}.{}".format) for layer in profile.layers)
-        known = dict.fromkeys([*names, *filter(None, itertools.chain(*parts))])  # of a.b.c: a, a.b, a.b.c
-        close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
-        hint = f"close ones are {', '.join(close)}"
-        hint = hint if close else f"the layers run from {names[0]} to {names[-1]}"
-        raise PlanError(f"a cut is the name of a layer or module, found {name}; {hint}")
+        raise PlanError(f"a cut is the name of a layer or module, found {name}; {_close(name, profile)}")
     index = names.index(name) if name in names else inside[-1]
     # 2. a cut behind it
     if index == len(names) - 1:
@@ -102,7 +119,7 @@ def partition(
     prefetches: bool | None = None,
     by_element: bool = False,
     weights_first: bool = False,
-    recompute: bool = False,
+    recompute: bool | Sequence[str] = False,
     prediction: bool = False,
     program: Sequence[str] = (),
     replicas: int | str | Sequence[int] = 1,
@@ -138,7 +155,8 @@ def partition(
             memory allows.
         by_element: the optimizer updates each element by itself, so that a tier updates in pieces.
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input.
-        recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward.
+        recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward; or the
+            layers of each of these parts run again: module paths, also as ``["layer3", "encoder.*"]``.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
         replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn; "auto": all
@@ -161,6 +179,7 @@ def partition(
         return cheapest(functools.partial(partition, **asked_for), profile, disk_rate=disk_rate, **open_)
     check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     given = _named_cuts(profile, cuts) if cuts else None
+    recompute = recompute if isinstance(recompute, bool) else _named_parts(profile, recompute)
     check_asked(replicas, idle=idle, shares=shares)
     if replicas == AUTO:
         numbers = stage_counts(stages, given, ranks, most=len(_allowed_cuts(profile)) + 1)

@@ -30,6 +30,7 @@ from ...compression.errors import StageError
 from ...stages import memory
 from ...stages.meta_watch import tensors_in, written_by
 from ...stages.seeds import TURN, generators_of, python_states, states_of
+from ...stages.stage import recompute
 from ...stages.torch_private import TorchDispatchMode, memory_id
 from ...stages.tracing.object_snapshot import OWN_STATE, Facts, change, contents, is_foreign, walk
 from ..schedules.instruction import Instruction, Op
@@ -40,7 +41,7 @@ EVERY = 100  # one step of so many is watched, beside the first of its kind
 Run = Callable[[Step, Instruction], None]
 DOORS = dict.fromkeys((Op.B, Op.I, Op.W), "a backward") | {Op.U: "an update"}
 _ENGINE = f"{__package__}.engine"  # opens the doors
-_MEMORY = memory.__name__
+_AGAIN = memory.__name__, recompute.__name__
 _NOT_A_PERSON = {"penstock", "torch", *sys.stdlib_module_names}
 _NUMBERS = (int, float, complex, Tensor, *OWN_STATE)
 _BUFFER_REMEDY = "return it from forward"
@@ -193,7 +194,7 @@ class _Watch(TorchDispatchMode):
         frame: FrameType | None = sys._getframe(2)
         code = "" if self.door == "the loss" else None
         while frame is not None and (module := frame.f_globals.get("__name__", "")) != _ENGINE:
-            if module.startswith(_MEMORY):  # it brings what is read, or runs a forward again
+            if module.startswith(_AGAIN):  # it brings what is read, or runs a forward again
                 return None
             if not code and module.partition(".")[0] not in _NOT_A_PERSON:
                 code = f"{frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"

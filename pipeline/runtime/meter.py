@@ -174,6 +174,8 @@ class Usage:
             left = planned.saved_bytes - (report.saved_raw - report.saved_kept) // max(1, forwards[stage])
             device, mirror = self.devices[stage], self.mirrors.get(stage)
             options = {"tier": planned.tier, "recompute": planned.recompute, "device": device.torch.type}
+            if planned.recompute:
+                left = planned.kept_bytes
             sizes = {"saved": planned.saved_bytes, "near": planned.near_bytes, "packed": left}
             saved = copies(most[stage], **options).of(**sizes, entered=self.plan.bytes_entering(stage))
             kept += saved * (planned.tier == "device")

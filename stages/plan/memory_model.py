@@ -85,7 +85,7 @@ def copies(
     tier: str = "device",
     weights_tier: str = "device",
     parameters_tier: str = "device",
-    recompute: bool = False,
+    recompute: bool | Sequence[str] = False,
     exchanged: float = 0,
     by_element: bool = False,
     device: str = HOST,
@@ -97,11 +97,12 @@ def copies(
     tier "device" has all; another ``MOVING`` runs of near layers as it is, and of all layers what is left
     packed. A tier that is ``AWAY`` leaves nothing of that on a device; a CPU's memory is the rank's own,
     unless it is ``GONE`` from there too. With ``recompute`` it is what one of them saved, and what entered
-    with all. With ``parameters_tier`` the parameters of neighbours are there, with a gradient of the largest
+    with all; where only parts of the model run again, what one part saved, and what is left of all as if
+    packed. With ``parameters_tier`` the parameters of neighbours are there, with a gradient of the largest
     layer and a piece of one, or in an update all that belongs to a layer: to a piece of it, where the
     optimizer updates ``by_element``. ``exchanged``: how often the parameters' bytes are there for replicas to
     sum up gradients."""
-    here = min(in_flight, 1) if recompute else in_flight
+    here = min(in_flight, 1) if recompute is True else in_flight
     moves = not recompute and tier != "device"
     leaves = GONE if device == HOST else AWAY
     versions = min(old_versions, MOVING) if weights_tier in leaves else old_versions
@@ -109,6 +110,8 @@ def copies(
     there = {"in_flight": in_flight, "saved": here, "entered": in_flight if recompute else 0}
     if moves:
         there |= {"near": min(in_flight, MOVING), "packed": 0 if tier in leaves else in_flight}
+    elif here and recompute and recompute is not True:
+        there |= {"near": 1, "packed": in_flight}
     whole = 2 + state + exchanged
     if parameters_tier == "device":
         return Copies(parameters=whole + versions, **there)

@@ -308,8 +308,8 @@ def _title(plan: Plan) -> str:
     parts += ["weight gradients first"] * plan.weights_first
     if (tier := plan.of_stages("tier")) != "device":
         parts.append(f"saved tensors {tier}")
-    if any(stage.recompute for stage in plan.stages):
-        parts.append("forwards run again")
+    if again := next((stage.recompute for stage in plan.stages if stage.recompute), False):
+        parts.append("forwards run again" if again is True else f"{', '.join(again)} run again")
     if max(plan.replicas) > 1:
         parts.append(f"replicas {list(plan.replicas)}{' that add as one' * plan.exact}")
     if plan.sharded:

@@ -91,9 +91,10 @@ class PlanStage:
     of its weights waits that no instruction reads right now; ``parameters_tier``: where its parameters, their
     gradients and optimizer state are while no layer reads them, but for ``staying_bytes`` of them;
     ``prefetches``: parameters come ahead of their layer; else one layer's are there at a time; ``recompute``:
-    a backward runs its forward again. ``codecs``: by name of a value that the stage sends, its codec, or that
-    under "auto" it begins with; ``gradient_codecs``: those of gradients that it sends up, by name of their
-    values. What has no codec here has that of the plan.
+    a backward runs its forward again, or the layers of these parts of the model, one part at a time; of
+    ``saved_bytes`` then ``kept_bytes`` stay, and ``near_bytes`` are the most of a part. ``codecs``: by name
+    of a value that the stage sends, its codec, or that under "auto" it begins with; ``gradient_codecs``:
+    those of gradients that it sends up, by name of their values. What has no codec here has that of the plan.
     Raises:  PlanError: a decision that nothing can run."""
 
     layers: tuple[str, ...]
@@ -114,7 +115,8 @@ class PlanStage:
     parameters_tier: str = "device"
     staying_bytes: int = 0
     prefetches: bool = True
-    recompute: bool = False
+    recompute: tuple[str, ...] | bool = False
+    kept_bytes: int = 0
     shares: tuple[int, ...] = ()
     codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     gradient_codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
@@ -140,6 +142,12 @@ class PlanStage:
             raise PlanError(
                 f"a stage whose forward runs again has nothing for a tier to keep, found recompute=true and "
                 f"tier {self.tier} {here}; take one of them"
+            )
+        if self.recompute and self.recompute is not True and self.parameters_tier != "device":
+            raise PlanError(
+                f"parameters in a tier come for a whole stage that runs again, found "
+                f"recompute={list(self.recompute)} and the tier {self.parameters_tier} {here}; take "
+                "recompute=true, or leave parameters on the device"
             )
         for name, codec in (*self.codecs.items(), *self.gradient_codecs.items()):
             try:

@@ -38,6 +38,18 @@ class Receive(torch.autograd.Function):
         return None, None, None, None
 
 
+def enter(
+    received: Mapping[int, Any], route: Route, anchor: torch.Tensor, gradients: dict[int, torch.Tensor]
+) -> dict[int, Any]:
+    """Make what was received neither leaf nor view; its ``gradients`` are filled by number."""
+    values = dict(received)
+    for number in route.asks:
+        item = values.get(number)
+        if isinstance(item, torch.Tensor) and item.requires_grad:
+            values[number] = Receive.apply(anchor, item.detach(), gradients, number)
+    return values
+
+
 Observer = Callable[[Layer | None, Layer | None], None]
 NO_LAYERS: Collection[str] = frozenset()
 _NOTHING = contextlib.nullcontext()

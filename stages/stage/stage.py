@@ -18,17 +18,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...compression.errors import StageError
 from ..device import Device
-from ..memory.activations import KeepOnDevice, Recompute, RecomputedActivations, SavedActivations
+from ..memory.activations import KeepOnDevice, SavedActivations
 from ..memory.parameter_offload import OffloadedParameters
 from ..memory.prefetch import MemoryThread
-from ..memory.saved_storage import copied
 from ..memory.saved_tensor_hooks import ParameterFilter
 from ..memory.stores import Store
 from ..tracing.dataflow import Value
 from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, parts_within, run_output
 from ..weight_versions.versions import WeightVersions
 from .nan_check import Guard, Watch
-from .run_layers import NO_LAYERS, Receive, walk
+from .recompute import Forward, RecomputedActivations, Section, sections
+from .run_layers import NO_LAYERS, enter, walk
 from .split_backward import Root, Split, run
 from .value_routing import Route
 from .weights_first import Reuse, run_weights_first
@@ -55,30 +55,6 @@ class Running:
         return {number: self.gradients.pop(number, None) for number in self.asks}
 
 
-def enter(
-    received: Mapping[int, Any], route: Route, anchor: torch.Tensor, gradients: dict[int, torch.Tensor]
-) -> dict[int, Any]:
-    """Make what was received neither leaf nor view; its ``gradients`` are filled by number."""
-    values = dict(received)
-    for number in route.asks:
-        if (item := values[number]).requires_grad:
-            values[number] = Receive.apply(anchor, item.detach(), gradients, number)
-    return values
-
-
-def recomputation(
-    received: Mapping[int, Any], parts: Parts, *, route: Route, anchor: torch.Tensor, **options: Any
-) -> Recompute:
-    """Return what runs the layers again, made ahead of the first run; it copies what the layers write to."""
-    known = route.record.values
-    kept = {n: copied(item) if known[n].writers else item for n, item in received.items()}
-
-    def run() -> None:
-        walk(enter(kept, route, anchor, {}), parts, route=route, **options)  # whose graph is nobody's
-
-    return Recompute(run, [kept[number] for number in route.tied])
-
-
 def of_backward(error: Exception) -> StageError:
     """Return the error for one that a backward raised."""
     if isinstance(error, StageError):
@@ -98,14 +74,16 @@ class Stage:
         self, index: int, *, model: nn.Module, train: tuple[Traced, Sequence[Layer]],
         evaluation: tuple[Traced, Sequence[Layer]], last: bool, autocast: torch.dtype | None = None,
         store: Store | None = None, memory: MemoryThread | None = None, codec: str = "raw",
-        weights: WeightVersions | None = None, weights_first: bool = False, recompute: bool = False,
-        mirror: OffloadedParameters | None = None, device: Device | None = None, guard: Guard | None = None,
+        weights: WeightVersions | None = None, weights_first: bool = False,
+        recompute: bool | Sequence[str] = False, mirror: OffloadedParameters | None = None,
+        device: Device | None = None, guard: Guard | None = None,
     ) -> None:  # fmt: skip
         """``store`` keeps saved tensors until their backward, packed with ``codec``; ``memory`` moves them.
 
         ``weights``: which version of its parameters a micro-batch sees. ``weights_first``: a layer's weights
         come before its feature map in ``backward``. ``mirror``: has the parameters while no layer reads them.
-        ``recompute``: the forward runs again ahead of its backward. ``guard``: looks for NaN."""
+        ``recompute``: all layers run again for a backward, or those of these parts. ``guard``: looks for
+        NaN."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
         self.device = device or Device()
@@ -125,9 +103,12 @@ class Stage:
         self.weights = weights or WeightVersions()
         self.mirror = mirror
         self.sums_in_place = True  # gradients of micro-batches; else somebody takes those of each
-        self.stores = store is not None or recompute  # what its forwards save is not where autograd put it
+        self.stores = store is not None or bool(recompute)  # somebody else has what its forwards save
         tensors = [tensor for parts in self.parts.values() for _, tensor in parts.named_tensors()]
+        self.saved: KeepOnDevice
         self.saved, parameters = KeepOnDevice(), ParameterFilter(tensors, mirror)
+        self.again: RecomputedActivations | None = None
+        self.sections: dict[int, tuple[Route, dict[str, Section]]] = {}  # of routes
         self.parameter_observers = self.observers = () if mirror is None else (mirror.layer_done,)
         if store is not None:
             self.saved = SavedActivations(
@@ -141,8 +122,8 @@ class Stage:
             )
             self.observers = self.saved.layer_done, *self.observers
         elif recompute:
-            buffers = {id(t): t for t in tensors if not isinstance(t, nn.Parameter)}
-            self.saved = RecomputedActivations(parameters, buffers.values())
+            self.again = self.saved = RecomputedActivations(parameters, ahead=recompute is True)
+            self.observers = self.again.layer_done, *self.observers
         elif mirror is not None:
             self.saved = KeepOnDevice(parameters)
         self.plain = type(self.weights) is WeightVersions and type(self.saved) is KeepOnDevice
@@ -185,12 +166,11 @@ class Stage:
         running = self.running[micro_batch] = Running(route.asks)
         parts = self._parts_for("train", route)
         how: Any = {"route": route, "seed": seed, "generators": self.generators, "moved": self.moved}
-        again, observers = None, self.parameter_observers
-        if self.recompute:
-            again = recomputation(received, parts, anchor=self.anchor, observers=observers, **how)
         values = enter(received, route, self.anchor, running.gradients)
         tied = [values[number] for number in route.tied]
-        with _NOTHING if self.plain else self._inside(micro_batch, batch, tied, again):
+        if self.again is not None:
+            self.again.begin(micro_batch, self._forward(values, parts, route, seed))
+        with _NOTHING if self.plain else self._inside(micro_batch, batch, tied):
             running.watch = self.guard and self.guard.watch(received, route)
             env = walk(values, parts, observers=self.observers, watch=running.watch, **how)
             sent = {}
@@ -205,6 +185,23 @@ class Stage:
                         self._refuse(known)
                     running.roots[number] = get_gradient_edge(item)
         return sent, run_output(route.traced, env, parts) if self.last else None
+
+    def _forward(
+        self, values: Mapping[int, Any], parts: Parts, route: Route, seed: Callable[[str], int]
+    ) -> Forward:
+        """Return what a forward needs for layers of it to run again, the same way."""
+        how: Any = {"seed": seed, "generators": self.generators, "moved": self.moved}
+
+        def run(entered: dict[int, Any], section: Route) -> None:
+            with self.device.current(), casting(self.autocast, self.device.torch):
+                values = enter(entered, section, self.anchor, {})  # whose graph is nobody's
+                walk(values, parts, route=section, observers=self.parameter_observers, **how)
+
+        if self.sections.get(id(route), (None,))[0] is not route:
+            self.sections[id(route)] = route, sections(route, parts, self.recompute)
+            if len(self.sections) > KEPT:
+                del self.sections[next(iter(self.sections))]
+        return Forward(values, self.sections[id(route)][1], run)
 
     def _refuse(self, value: Value) -> NoReturn:
         """Refuse to send a value that asks for a gradient, and did not when traced."""
@@ -231,14 +228,12 @@ class Stage:
         return known[1]
 
     @contextlib.contextmanager
-    def _inside(
-        self, micro_batch: int, batch: int, tied: Sequence[torch.Tensor], again: Recompute | None
-    ) -> Iterator[None]:
+    def _inside(self, micro_batch: int, batch: int, tied: Sequence[torch.Tensor]) -> Iterator[None]:
         with (
             self.device.current(),
             self.weights.forward(micro_batch, batch),
             casting(self.autocast, self.device.torch),
-            self.saved.forward(micro_batch, tied, again),
+            self.saved.forward(micro_batch, tied),
         ):
             yield
 
@@ -266,7 +261,7 @@ class Stage:
         running = self.running.pop(micro_batch)
         try:
             with self.weights.backward(micro_batch):
-                self._ready(micro_batch)
+                self.saved.ready(micro_batch)
                 roots = running.begins(gradients)
                 run_weights_first(roots, self.anchor, self.reuse) if self.weights_first else run(roots)
         except Exception as error:
@@ -285,7 +280,7 @@ class Stage:
             with self.weights.backward(micro_batch):
                 running.split = Split(running.begins(gradients))
                 if running.asks:
-                    self._ready(micro_batch)
+                    self.saved.ready(micro_batch)
                     others = [other.split for other in self.running.values() if other.split is not None]
                     waiting = others[:-1] if self.sums_in_place else []
                     running.split.inputs(self.anchor, release=not self.stores, waiting=waiting)
@@ -301,16 +296,12 @@ class Stage:
         try:
             with self.weights.backward(micro_batch):
                 if not running.asks:
-                    self._ready(micro_batch)
+                    self.saved.ready(micro_batch)
                 running.split.weights()
         except Exception as error:
             raise of_backward(error) from error
         finally:
             self._forget(micro_batch)
-
-    def _ready(self, micro_batch: int) -> None:
-        with self.device.current(), casting(self.autocast, self.device.torch):  # layers may run again
-            self.saved.ready(micro_batch)
 
     def _forget(self, micro_batch: int) -> None:
         self._drop(micro_batch)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -136,6 +137,20 @@ def read_by_layer(layers: Iterable[Layer]) -> dict[str, set[str]]:
         sources += [node] * (node.op == "call_module")
         read[node.name] = {str(one.target) for one in sources}
     return read
+
+
+def part_of(module: str, recompute: bool | Sequence[str]) -> str | None:
+    """The part of a model whose layers run again together with one at path ``module``; None: it runs once.
+
+    ``recompute``: True for all, or paths of modules, in which * stands for any name between two dots."""
+    if isinstance(recompute, bool):
+        return "" if recompute else None
+    names = module.split(".") if module else []
+    for path in recompute:
+        wanted = path.split(".")
+        if len(wanted) <= len(names) and all(map(fnmatch.fnmatchcase, names, wanted)):
+            return ".".join(names[: len(wanted)])
+    return None
 
 
 def tensors_read(node: fx.Node, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:

@@ -29,9 +29,7 @@ class Mean(nn.Module):
         return y + x
 
 
-def trained(
-    *layers: nn.Module, recompute: bool, schedule: str = "gpipe", steps: int = 2
-) -> dict[str, Tensor]:
+def trained(*layers: nn.Module, recompute: Any, schedule: str = "gpipe", steps: int = 2) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 20), *layers, nn.Linear(20, 10))
     x, y = torch.randn(6, 10), torch.randint(10, (6,))
@@ -91,6 +89,94 @@ def test_what_a_forward_saved_is_not_kept(recompute, most):
         LOG.removeHandler(handler)
     assert handler.most == most
     assert handler.num_alive == 0
+
+
+class Block(nn.Module):
+    """Writes in place to what enters and to what it made, draws, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.other = nn.BatchNorm1d(20), nn.Linear(20, 20), nn.Linear(20, 20)
+        self.relu, self.dropout = nn.ReLU(inplace=True), nn.Dropout(0.3)
+        self.scale = nn.Parameter(torch.ones(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(self.norm(self.relu(x)))
+        return x * self.scale + self.other(self.dropout(self.relu(y)))
+
+
+PARTS: list[Any] = [True, ["1"], ["*"], ["2", "1"], ["1.one", "1.norm", "3"], ["0", "1", "2", "3", "4"]]
+
+
+@pytest.mark.parametrize("weights_first", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_parts_that_run_again_change_no_bit(parts, schedule, weights_first):
+    found = []
+    for recompute in (False, parts):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 20), Block(), Block(), Block(), nn.Linear(20, 10))
+        x, y = torch.randn(9, 10), torch.randint(10, (9,))
+        options: dict[str, Any] = {"schedule": schedule, "weights_first": weights_first}
+        pipe = pipeline_of(model, stages=2, example=(x[:3],), recompute=recompute, **options)
+        losses = [pipe.step(x, y).loss for _ in range(3)]
+        found.append((losses, pipe.state_dict()["model"]))
+        pipe.close()
+    (losses, kept), (others, again) = found
+    assert losses == others
+    for name, tensor in kept.items():
+        assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize(("parts", "most"), [(False, 6), (["1", "2"], 1), (["*"], 1), (["1"], 3), (["0"], 6)])
+def test_one_part_is_there_at_a_time(parts, most):
+    model, x = nn.Sequential(nn.Linear(10, 20), Noting(), Noting(), nn.Linear(20, 10)), torch.randn(6, 10)
+    pipe = pipeline_of(model, stages=1, example=(x[:2],), leaves=[Noting], schedule="gpipe", recompute=parts)
+    handler = Counting()
+    LOG.setLevel(logging.INFO)
+    LOG.addHandler(handler)
+    try:
+        pipe.step(x, torch.randint(10, (6,)))
+    finally:
+        LOG.removeHandler(handler)
+    assert handler.most == most
+    assert handler.num_alive == 0
+
+
+def test_parts_count_in_the_memory_of_a_plan_and_travel_with_it(tmp_path):
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()) for _ in range(6)]
+    profile = profile_of(nn.Sequential(*blocks), (torch.randn(256, 64),))
+    options: Any = {"cuts": ["2.3"], "micro_batches": 8, "schedule": "gpipe"}
+    asked = (False, ["0", "1"], ["*"], True)
+    kept, some, parts, again = (penstock.partition(profile, **options, recompute=one) for one in asked)
+    assert [stage.recompute for stage in some.stages] == [("0", "1"), False]
+    for index in (0, 1):
+        sizes = [plan.stages[index].memory_bytes for plan in (kept, some, parts)]
+        assert sizes == sorted(sizes, reverse=True)
+    value, weights = 256 * 64 * 4, 3 * parts.stages[0].num_parameters * 4
+    # what the first part saves with its input, and what enters three of them
+    assert parts.stages[0].memory_bytes == weights + (3 + 8 * 3) * value
+    assert again.stages[0].memory_bytes == weights + (1 + 3 * 2 + 8) * value
+    parts.save(tmp_path / "plan.json")
+    assert penstock.Plan.load(tmp_path / "plan.json") == parts
+    assert "0, 1 run again" in str(some)
+    assert kept.stages[0].backward_seconds < parts.stages[0].backward_seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute": ["layer9"]}, "recompute names paths of modules, found layer9; the layers run from"),
+        ({"recompute": "0"}, r"found '0'; write \[0\]"),
+        ({"recompute": ["0"], "parameters_tier": "disk"}, r"recompute=\['0'\] and the tier disk"),
+        ({"recompute": ["0"], "tier": "packed"}, "nothing for a tier to keep"),
+    ],
+    ids=str,
+)
+def test_parts_that_cannot_run_again_are_refused(options, message):
+    profile = profile_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), (torch.randn(4, 8),))
+    with pytest.raises(penstock.PlanError, match=message):
+        penstock.partition(profile, stages=2, micro_batches=2, **options)
 
 
 class Fickle(nn.Module):

@@ -56,6 +56,10 @@ RULES = [
     ({"extra_in_flight": -1}, "extra_in_flight=-1"),
     ({"seed": -1}, "seed=-1"),
     ({"deadline": float("nan")}, "deadline=nan"),
+    *(
+        ({"recompute": one}, "must be true, false or a list of modules")
+        for one in ("layer3", [""], [1], None)
+    ),
     ({"device": "tpu"}, "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
     ({"device": ["cpu", "tpu"]}, "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
     ({"batch_size": 4}, "batch_size=4 is too small for micro_batches=8"),

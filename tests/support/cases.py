@@ -53,7 +53,7 @@ class Case:
     tier: str = "device"
     near: int | None = 1  # layers ahead of which what a tier keeps is there: of these networks most leaves
     weights_first: bool = False
-    recompute: bool = False
+    recompute: bool | tuple = False
     program: tuple = ()
     clip_scope: str = "global"
     scaler: tuple[float, int] | float | None = None  # a GradScaler's initial scale and growth interval

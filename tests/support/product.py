@@ -22,6 +22,7 @@ from zoo import DAGS
 
 Unsuited = Callable[[dict[str, Any]], str]
 
+PARTS = ("*",)  # the modules of a model, one by one
 TWO_A_RANK = ("interleaved", "zbv", "dualpipev")
 LATE = ("late", "late processes", "direct")
 """On a device that does everything late; ``direct``: between ranks as over NCCL."""
@@ -50,7 +51,7 @@ FACTORS: dict[str, tuple] = {
     "clip": (1.0, 0.05, None),
     "least_mirrored": (1, 1000),
     "budget": (None, "least"),
-    "recompute": (False, True),
+    "recompute": (False, True, PARTS),
     "weights_first": (False, True),
     "scheduler": (False, True, "another"),
     "detect_anomaly": (False, True),
@@ -76,7 +77,9 @@ def unsuited(row: dict[str, Any]) -> str:
     rules = {
         "two stages a rank": has("schedule", *TWO_A_RANK) and lacks("cuts", 2, 4, "random"),
         "its order is fixed": has("extra_in_flight", 1) and lacks("schedule", "1f1b", "zb_h1"),
-        "a forward that runs again keeps nothing": has("recompute", True) and lacks("tier", "device"),
+        "a forward that runs again keeps nothing": lacks("recompute", False) and lacks("tier", "device"),
+        "parts leave parameters on the device": has("recompute", PARTS)
+        and lacks("parameters_tier", "device"),
         "a checkpoint has no gradients": lacks("resume", "") and has("optimizer", "no_biases"),
         "the state of all threads is on the first": has("resume", "state") and has("world", "threads"),
         "what no state_dict has": has("resume", "state") and has("model", "Unsaved"),
@@ -90,7 +93,7 @@ def unsuited(row: dict[str, Any]) -> str:
         and lacks("world", "alone", "late"),
         "a cast of what is cast": lacks("dtype", None) and lacks("autocast", None),
         "a budget chooses tiers": lacks("budget", None)
-        and (lacks("tier", "device") or lacks("parameters_tier", "device") or has("recompute", True)),
+        and (lacks("tier", "device") or lacks("parameters_tier", "device") or lacks("recompute", False)),
         "a late device is no GPU with a mirror": has("world", *LATE)
         and (lacks("parameters_tier", "device") or lacks("budget", None)),
         "four ranks have replicas": replicated
@@ -103,12 +106,14 @@ def unsuited(row: dict[str, Any]) -> str:
         "replicas by stage": has("replicas", (2, 1)) and (lacks("cuts", 2) or has("schedule", *TWO_A_RANK)),
         "four ranks at most": has("replicas", 3) and lacks("cuts", 1),
         "a gradient inside a forward does not run again": has("model", "Differentiated")
-        and (has("recompute", True) or has("budget", "least")),
+        and (lacks("recompute", False) or has("budget", "least")),
         "a frozen weight that forwards write to is one for all, once a forward": has("model", "Teacher")
-        and (replicated or has("recompute", True) or has("budget", "least")),
+        and (replicated or lacks("recompute", False) or has("budget", "least")),
         "a guard refuses what is infinite": has("detect_anomaly", True)
         and has("model", "InfiniteAtZero", "WrittenUnseen"),
-        "no second forward of batch norms": replicated and has("recompute", True) and has("model", *NORMED),
+        "no second forward of batch norms": replicated
+        and lacks("recompute", False)
+        and has("model", *NORMED),
         "for replicas": has("replicas", 1)
         and (has("shares", "uneven") or has("sharded", True) or has("owner", "first") or has("splits", True)),
         "an owner updates for all": has("owner", "first")
@@ -173,7 +178,7 @@ STREAMS: dict[str, tuple] = {
     "parameters_tier": ("device", "packed", "host", "disk"),
     "clip": (None, 0.5),
     "world": ("alone", "processes"),
-    "recompute": (False, True),
+    "recompute": (False, True, PARTS),
     "weights_first": (False, True),
     "budget": (None, "least"),
     "scheduler": (False, True),
@@ -197,6 +202,8 @@ def unsuited_streams(row: dict[str, Any]) -> str:
         and row.get("model") in SHARED,
         "a second forward sees the same weights": row.get("recompute")
         and (ahead or policy == "latest" or row.get("tier", "device") != "device"),
+        "parts leave parameters on the device": row.get("recompute") == PARTS
+        and row.get("parameters_tier", "device") != "device",
         "predicted weights are all there": ahead and row.get("parameters_tier", "device") != "device",
         "a budget chooses tiers": row.get("budget")
         and (row.get("tier", "device"), row.get("parameters_tier", "device")) != ("device", "device"),

@@ -1,0 +1,226 @@
+"""Saved tensors that are dropped, and saved anew when their layers run again for their backward.
+
+The graph of the first run stays, with every edge, hook and order of summation. The second run saves the same
+tensors in the same order, so their number tells which is which. Same bits: layers are seeded one by one, what
+entered is kept as it was, buffers are read as they were and left as they are. Source: Chen et al., Training
+Deep Nets with Sublinear Memory Cost, 2016."""
+# ruff: noqa: D102 (methods are those of KeepOnDevice)
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ...compression.errors import StageError
+from ..memory.activations import KeepOnDevice
+from ..memory.saved_storage import copied, refuse_written
+from ..memory.saved_tensor_hooks import ParameterFilter
+from ..torch_private import preserve_version_counter, version_of
+from ..tracing.layers import Layer, Parts, is_local, part_of, tensors_read
+from .value_routing import Route, reads
+
+Look = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+
+class Section(NamedTuple):
+    """Layers of a stage that run again together, up to ``last``; ``route`` has only them, and ``buffers`` are
+    those that they read."""
+
+    route: Route
+    last: Layer
+    buffers: Sequence[Tensor]
+
+
+def sections(route: Route, parts: Parts, recompute: bool | Sequence[str]) -> dict[str, Section]:
+    """By the name of its first layer, each section: all layers, or those of a part that is to run again."""
+    found = {}
+    for part, run in itertools.groupby(route.visits, lambda visit: part_of(visit.layer.module, recompute)):
+        if part is None:
+            continue
+        visits = tuple(run)
+        layers, own = [visit.layer for visit in visits], {visit.layer.node for visit in visits}
+        read = (node for layer in layers for node in reads(layer))
+        foreign = tuple(dict.fromkeys(node for node in read if node not in own and not is_local(node)))
+        record = route.record
+        entering = dict.fromkeys(n for node in foreign for n in record.outputs[node].values)
+        alone = dataclasses.replace(
+            route,
+            visits=visits,
+            foreign=foreign,
+            inputs=tuple(entering),
+            asks=tuple(n for n in entering if not record.values[n].parameter),
+            tied=tuple(n for n in entering if record.values[n].parameter),
+        )
+        named = (tensor for layer in layers for _, tensor in tensors_read(layer.node, parts))
+        buffers = {id(t): t for t in named if not isinstance(t, nn.Parameter) and t.numel()}
+        found[layers[0].name] = Section(alone, layers[-1], list(buffers.values()))
+    return found
+
+
+class Forward(NamedTuple):
+    """A forward of a stage: its ``values`` by number as they are while it runs, its sections by their first
+    layer, and what runs the layers of a route on values again."""
+
+    values: Mapping[int, Any]
+    sections: Mapping[str, Section]
+    run: Callable[[dict[int, Any], Route], object]
+
+
+class RecomputedActivations(KeepOnDevice):
+    """Saved tensors of sections are dropped; of those that run again the last is there, and no other."""
+
+    def __init__(self, parameters: ParameterFilter, *, ahead: bool) -> None:
+        """``ahead``: all there is runs again as a backward begins, else a section when it is asked for."""
+        super().__init__()
+        self._filter, self._ahead = parameters, ahead
+        self._runs = dict[int, list[_Run]]()
+        self._hooks = contextlib.ExitStack()
+        self._forward: Forward | None = None
+        self._now: list[_Run] = []
+
+    def begin(self, micro_batch: int, forward: Forward) -> None:
+        """A forward comes."""
+        self._now = self._runs[micro_batch] = []
+        self._forward = forward
+
+    @contextlib.contextmanager
+    def forward(self, micro_batch: int, keep: Iterable[Tensor] = ()) -> Iterator[None]:
+        try:
+            with self._hooks:
+                yield
+        finally:
+            self._forward = None
+
+    def layer_done(self, done: Layer | None, following: Layer | None) -> None:
+        """Between two layers: a section may end, or begin."""
+        forward = self._forward
+        assert forward is not None, "layers run inside of a forward"
+        if self._now and done is self._now[-1].section.last:
+            self._hooks.close()
+            self._now[-1].end()
+        if following is not None and (section := forward.sections.get(following.name)) is not None:
+            run = _Run(section, forward, self._filter, self._now)
+            self._now.append(run)
+            self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(run.leave, operator.call))
+
+    def ready(self, micro_batch: int) -> None:
+        if self._ahead:
+            for run in self._runs[micro_batch]:
+                run.recompute()
+
+    def drop(self, micro_batch: int) -> None:
+        self._runs.pop(micro_batch, []).clear()
+
+
+class _Run:
+    """A section that ran: what entered it, the geometry of what it saved, and from its second run on that.
+
+    ``beside``: all runs of the same forward."""
+
+    def __init__(
+        self, section: Section, forward: Forward, parameters: ParameterFilter, beside: Sequence[_Run]
+    ) -> None:
+        self.section, self._again, self._beside = section, forward.run, beside
+        known, values = section.route.record.values, forward.values
+        entered = {n: values[n] for n in section.route.inputs if n in values}
+        self._entered = {
+            n: item if known[n].parameter else _held(item, changes=bool(known[n].writers))
+            for n, item in entered.items()
+        }
+        tied = (self._entered[n] for n in section.route.tied if n in self._entered)
+        self._parameters = parameters.also(tied)
+        self._over = False
+        self._looks: list[Look] = []
+        self._made: list[tuple[Tensor, int]] = []  # with torch's count of the writes to them
+        with torch.no_grad():
+            self._before = [(buffer, buffer.clone()) for buffer in section.buffers]
+
+    def leave(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Autograd saves ``tensor`` in the first run; returns what it keeps in its place."""
+        if self._parameters.holds(tensor):
+            return self._parameters.untouched(tensor)
+        self._looks.append(_look(tensor))
+        return functools.partial(self._give, len(self._looks) - 1)
+
+    def end(self) -> None:
+        """The first run is over: keep as they were only the buffers that it wrote to."""
+        self._over = True
+        self._before = [(b, was) for b, was in self._before if not _same(b, was)]
+
+    def recompute(self) -> None:
+        """The second run, with buffers as they were ahead of the first, and left as they are now."""
+        if not self._over:
+            _not_read(None)
+        if self._made:
+            return
+        for other in self._beside:
+            other._made = []
+        buffers = tuple(buffer for buffer, _ in self._before)
+        with torch.no_grad():
+            now = [buffer.clone() for buffer in buffers]
+        with preserve_version_counter(buffers), torch.enable_grad():
+            try:
+                _fill(self._before)
+                with torch.autograd.graph.saved_tensors_hooks(self._keep, _not_read):
+                    self._again(dict(self._entered), self.section.route)
+            finally:
+                _fill(list(zip(buffers, now, strict=True)))
+        if len(self._made) != len(self._looks):
+            raise _other(f"saved {len(self._made)} tensors", f"{len(self._looks)}")
+        for made, version in self._made:
+            refuse_written(version, version_of(made))
+
+    def _keep(self, tensor: Tensor) -> None:
+        if self._parameters.holds(tensor):
+            return
+        number = len(self._made)
+        if number >= len(self._looks) or self._looks[number] != _look(tensor):
+            before = self._looks[number][1] if number < len(self._looks) else "nothing"
+            raise _other(f"saved a tensor of shape {tuple(tensor.shape)}", f"{before}")
+        self._made.append((tensor.detach(), version_of(tensor)))
+
+    def _give(self, number: int) -> Tensor:
+        if not self._made:
+            self.recompute()  # somebody asks ahead of the backward
+        return self._made[number][0]
+
+
+def _not_read(_: None) -> NoReturn:
+    raise StageError("a backward ran inside a forward that runs again; take recompute=false for this stage")
+
+
+def _held(item: Any, *, changes: bool) -> Any:
+    """A value that entered, without its graph; where layers write to its memory, a copy."""
+    if not isinstance(item, Tensor):
+        return item
+    return copied(item) if changes else item.detach().requires_grad_(item.requires_grad)
+
+
+def _look(tensor: Tensor) -> Look:
+    return tensor.dtype, tensor.size(), tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a.detach(), b))
+    return torch.equal(one, other)
+
+
+def _fill(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, content in buffers:
+            buffer.copy_(content)
+
+
+def _other(found: str, was: str) -> StageError:
+    return StageError(
+        f"a forward that runs again must do what it did, found that it {found}, and at first {was}; make its "
+        "layers depend on their inputs alone, or take recompute=false for this stage"
+    )
