@@ -34,7 +34,7 @@ from ..stages.plan.validation import STREAM
 from ..stages.profiling.examples import graph_of
 from ..stages.profiling.measure import measure
 from ..stages.stage.nan_check import Guard
-from ..stages.tracing.capture.call_spec import Example
+from ..stages.tracing.capture.call_spec import Examples
 from ..stages.tracing.model_checks import Leaf
 from ..stages.tracing.tracer import LayerGraph, trace
 from .distributed.gpu_transport import identity_of, transport_of
@@ -180,7 +180,7 @@ class Pipeline:
     def of(
         cls,
         model: nn.Module,
-        example: Example,
+        example: Examples,
         *,
         loss: Callable[[Any, Any], torch.Tensor],
         optimizer: Callable[[Named], Optimizer],
@@ -196,7 +196,8 @@ class Pipeline:
         joins the other ranks first, as ``penstock.init`` does.
 
         Args:
-            example: one micro-batch: a tuple by position, or a dict by name, as ``trace`` takes it.
+            example: one micro-batch: a tuple by position, or a dict by name, or a list of several, as
+                ``trace`` takes it.
             leaves: what is one layer each, as ``trace`` takes it.
             settings: of ``partition`` (``stages``, ``cuts``, ``micro_batches``, ``codec`` ...), of Pipeline.
                 ``memory`` may be the budget of the one ("2GiB") or the options of the other, ``shares`` the
@@ -350,6 +351,7 @@ class Pipeline:
             criterion=Criterion(options.loss, options.autocast, parameters), memory=self.memory,
             replicas=self.replicas, guards=self.guards, model_guards=self.steps.model_guards(model),
         )  # fmt: skip
+        self.steps.record_others()
         self.same = SameBatches(self.agreement, self.failures.describe)
         resident.begin()
         for mirror in self.mirrors.values():

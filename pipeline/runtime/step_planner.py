@@ -109,6 +109,7 @@ class Steps:
         self.plan, self.world, self.agreement, self.written = plan, agreement.world, agreement, graph.written
         self.codecs = written_by(plan.codec).union(*map(written_by, plan.named_codecs.values()))
         self.shapes, self.skeleton, self.example = Shapes(graph), Skeleton(model), graph.example_inputs
+        self.others, self.tells = graph.others, True
         stage_of = stage_of_layers(graph.train, plan.cuts)
         self.stage_of = {"train": stage_of}
         self.refusal = ""
@@ -128,6 +129,22 @@ class Steps:
         traces, roots = self.shapes.traced, self.shapes.roots
         self.guards = ModelGuards(model, traces=traces, roots=roots, stage_of=self.stage_of["train"])
         return self.guards
+
+    def record_others(self) -> None:
+        """Record the model at the other examples that it was traced with, those of rank 0; collective."""
+        looks = [[(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in one] for one in self.others]
+        if not self.world.is_alone:
+            looks = self.agreement.exchange("the other examples", looks)[0]
+        batches: Sequence[Sequence[torch.Tensor]] = self.others
+        if self.world.rank:  # rank 0 says what is read of them
+            batches = [
+                [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in one]
+                for one in looks
+            ]
+        self.tells = False
+        for batch in batches:
+            self.runs_of("train", [batch])
+        self.tells = True
 
     def layers(self, mode: str, stage: int) -> tuple[Traced, list[Layer]]:
         """The first trace of a mode, and the layers of one stage in it."""
@@ -259,7 +276,7 @@ class Steps:
             except PlanError as error:
                 raise PlanError(f"{refused}; recorded with it, {error}") from error
         others = [x.shape[1:] for x in batch] != [x.shape[1:] for x in self.example]
-        if self.world.rank == 0 and (others or values):
+        if self.world.rank == 0 and self.tells and (others or values):
             sizes = ", ".join("x".join(map(str, x.shape)) for x in batch)
             what = "other values in micro-batches" if values else "micro-batches"
             warnings.warn(

@@ -27,7 +27,7 @@ from ..seeds import seeded
 from ..stage.run_layers import Receive
 from ..torch_private import tree_leaves, tree_map
 from ..tracing.aliases import memory_of
-from ..tracing.capture.call_spec import Call, Example, fresh
+from ..tracing.capture.call_spec import Call, Examples, fresh
 from ..tracing.dataflow import Probe
 from ..tracing.layers import Layer, Parts, casting, parts_of, run_layer, tensors_read
 from ..tracing.object_snapshot import held_tensors
@@ -200,15 +200,15 @@ def _received(item: Any, anchor: torch.Tensor) -> Any:
     return Receive.apply(anchor, copied, {}, 0) if item.requires_grad else copied
 
 
-def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> Profile:
+def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5) -> Profile:
     """Run every layer of ``graph`` forward and backward by itself, on the copy of the model that was traced.
 
     Of a model on the meta device one layer at a time has values, random ones; what layers save is told by
     shapes, and that nothing of it is zero.
 
     Args:
-        example_inputs: One micro-batch, shaped as the example that was traced; on the meta device its numbers
-            are random, and its integers 0.
+        example_inputs: What was traced, or one micro-batch of the shape of the largest example; on the meta
+            device its numbers are random, and its integers 0.
         repeats: Runs of which the median is taken, after one that is not counted.
 
     Returns:
@@ -223,7 +223,7 @@ def measure(graph: LayerGraph, example_inputs: Example, *, repeats: int = 5) -> 
             f"measure takes what trace(model, example) returned and repeats=1 or more, found a "
             f"{type(graph).__name__} and repeats={repeats!r}"
         )
-    call, given = Call.of(graph.model_copy, example_inputs)
+    call, given, _ = Call.of_several(graph.model_copy, example_inputs)
     shapes = tuple(tuple(x.shape) for x in given)
     if shapes != tuple(tuple(x.shape) for x in graph.example_inputs):
         raise PlanError(

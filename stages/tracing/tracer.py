@@ -25,7 +25,7 @@ from ..device import CPU, device_of
 from ..meta_watch import META
 from ..seeds import seeded
 from .aliases import Groups, shared, shared_memory_reason, unregistered_views
-from .capture.call_spec import Call, Example, fresh, other_data, resized
+from .capture.call_spec import Call, Examples, fresh, other_data, resized
 from .capture.capture import Captured, Recording, capture, default_leaf
 from .capture.nodes import path_of
 from .dataflow import Probe, probe
@@ -44,7 +44,7 @@ class LayerGraph:
 
     ``shared``: in the train and in the eval run the tensors that share memory, with the layers that need
     them: all on one stage. ``written``: the buffers that a forward in train mode writes to. ``model``: the
-    one that was traced; ``state``: all that the trace could read of it.
+    one that was traced; ``state``: all that the trace could read of it; ``others``: smaller examples.
 
     A plan carries it to the ``Pipeline`` of its process, without memory; the plan's JSON does not have it."""
 
@@ -60,6 +60,7 @@ class LayerGraph:
     written: frozenset[str]
     model: weakref.ref[nn.Module]
     state: tuple[Any, ...]
+    others: tuple[tuple[torch.Tensor, ...], ...] = ()
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ def _some(items: list[str]) -> list[str]:
 
 def trace(
     model: nn.Module,
-    example_inputs: Example,
+    example_inputs: Examples,
     *,
     autocast: torch.dtype | None = None,
     leaves: Iterable[Leaf] = (),
@@ -122,7 +123,9 @@ def trace(
 
     Args:
         model: Any module; left bit for bit as it was (weights, gradients, mode, random state).
-        example_inputs: One micro-batch as the model takes it: a tuple by position, or a dict by name.
+        example_inputs: One micro-batch as the model takes it: a tuple by position, or a dict by name. Of a
+            list of several the largest is recorded, for which a plan is made then, and a Pipeline records the
+            model at the others as it begins.
         autocast: The dtype that training will cast to, None for none.
         leaves: What is one layer each: classes of modules, paths of modules, functions. Modules of torch.nn
             are by themselves, and so is the smallest module around a place that other data make run
@@ -137,8 +140,8 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"a model is a torch.nn.Module, found {type(model).__name__}")
-    call, given = Call.of(model, example_inputs)
-    if any(x.layout != torch.strided for x in given):
+    call, given, others = Call.of_several(model, example_inputs)
+    if any(x.layout != torch.strided for batch in (given, *others) for x in batch):
         raise PlanError("inputs are dense tensors, found a sparse one in example_inputs; convert it")
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise PlanError(
@@ -194,6 +197,7 @@ def trace(
         written=frozenset(written),
         model=weakref.ref(known),
         state=traced_state(known),
+        others=tuple(map(fresh, others)),
     )
 
 

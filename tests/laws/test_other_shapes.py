@@ -1,6 +1,7 @@
 """Batches whose shapes lead a model through other numbers, or other layers: the plain loop's bits."""
 
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -311,3 +312,62 @@ def test_outputs_of_several_lengths_are_a_list_and_what_an_eval_reads_is_no_flag
     assert [len(part[0]) for part in found] == [8, 12, 8]
     model.eval()
     assert pipe.evaluate(longer[:, :5]).shape[1] == 5
+
+
+def test_several_examples_make_a_plan_for_the_longest_and_are_recorded_before_the_first_step(monkeypatch):
+    recorded, graph = [], Skeleton.graph
+
+    def seen(self, call, inputs, *more, **options):
+        recorded.append(tuple(inputs[0].shape))
+        return graph(self, call, inputs, *more, **options)
+
+    def rank(world):
+        pipe = penstock.Pipeline(
+            models[world.rank], plan if world.rank == 0 else None, loss=cross_entropy,
+            optimizer=OPTIMIZERS["sgd"], world=world,
+        )  # fmt: skip
+        before = len(pipe.steps.recorded)
+        for batch in texts()[:2] * 2:
+            pipe.step(*batch)
+        assert (before, len(pipe.steps.recorded)) == (3, 3)
+        return pipe.state_dict()["model"]
+
+    monkeypatch.setattr(Skeleton, "graph", seen)
+    examples = [(torch.randint(VOCABULARY, (3, length)),) for length in (5, 12, 8)]
+    graphs, models = [], [built(Text) for _ in range(3)]
+    for model in models[::2]:
+        graphs.append(penstock.trace(model, examples))
+    plan = penstock.partition(penstock.measure(graphs[0], examples, repeats=1), stages=2, micro_batches=3)
+    assert plan.input_shapes == ((3, 12),)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = penstock.in_threads(rank, ranks=2, deadline=60)
+    assert sorted(recorded) == [(3, 5)] * 2 + [(3, 8)] * 2
+    assert not [one for one in told if "recorded anew" in str(one.message)]
+    pipe = penstock.Pipeline.of(
+        models[2], examples, stages=2, micro_batches=3, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]
+    )
+    assert len(recorded) == 6
+    for batch in texts()[:2] * 2:
+        pipe.step(*batch)
+    alone = pipe.state_dict()["model"]
+    assert set().union(*found) == alone.keys()
+    for name, tensor in itertools.chain(*(one.items() for one in found)):
+        assert torch.equal(alone[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("examples", "told"),
+    [
+        ([], "holds one micro-batch at least"),
+        (
+            [(torch.zeros(3, 4, dtype=torch.int64),), {"ids": torch.zeros(3, 5, dtype=torch.int64)}],
+            "one call",
+        ),
+        ([torch.zeros(3, 4, dtype=torch.int64)], r"found a Tensor; wrap it: \(x,\)"),
+    ],
+    ids=["none", "another call", "not wrapped"],
+)
+def test_examples_that_are_no_several_are_refused(examples, told):
+    with pytest.raises(penstock.PlanError, match=told):
+        penstock.trace(Text(), examples)

@@ -21,6 +21,10 @@ from .signature import PLAIN
 Example = tuple[Any, ...] | Mapping[str, Any]
 
 
+Examples = Example | Sequence[Example]
+"""One micro-batch as the model takes it, or several of other shapes."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constant:
     """A tensor among a model's inputs that has no sample in it (a mask of a fixed shape, a table of
@@ -52,8 +56,8 @@ class Call:
         """The call that ``example`` is one of, and its tensors; PlanError if it is none."""
         if not isinstance(example, tuple | Mapping):
             raise PlanError(
-                "example_inputs is a tuple (by position) or a dict (by name) of what the model takes, found "
-                f"a {type(example).__name__}; wrap it: (x,)"
+                "example_inputs is a tuple (by position) or a dict (by name) of what the model takes, or a "
+                f"list of several, found a {type(example).__name__}; wrap it: (x,)"
             )
         args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
         leaves, spec = tree_flatten((args, kwargs))
@@ -77,6 +81,24 @@ class Call:
                 "example_inputs holds at least one tensor of samples, found none; give one micro-batch"
             )
         return call, tuple(map(_tensor, (leaves[i] for i in places)))
+
+    @classmethod
+    def of_several(
+        cls, model: nn.Module, examples: Examples
+    ) -> tuple[Call, tuple[torch.Tensor, ...], list[tuple[torch.Tensor, ...]]]:
+        """The call that all ``examples`` are of, the tensors of the largest, and of the others."""
+        several: Any = examples if isinstance(examples, list) else [examples]
+        found = [cls.of(model, one) for one in several]
+        if not found:
+            raise PlanError("example_inputs holds one micro-batch at least, found []; give one")
+        found.sort(key=lambda one: -sum(x.numel() for x in one[1]))
+        (call, given), *others = found
+        if any(other != call for other, _ in others):
+            raise PlanError(
+                "examples of several shapes are one call, found other names or other numbers beside their "
+                "tensors; give them alike"
+            )
+        return call, given, [tensors for _, tensors in others]
 
     def tensors(self, given: Any) -> tuple[torch.Tensor, ...]:
         """The tensors of a batch: one alone, a tuple by position, a dict by name, or nested as the example.
