@@ -1,10 +1,7 @@
-"""A module of Lightning, cut into stages: plainly or under torchrun.
+"""A module of Lightning, cut into stages: plainly or under torchrun; pip install lightning.
 
-pip install lightning
 torchrun --nproc-per-node 2 scripts/examples/lightning_strategy.py 6
 """
-
-from __future__ import annotations
 
 import sys
 from typing import Any
@@ -18,20 +15,17 @@ from penstock.pipeline.integrations.lightning import PenstockStrategy
 
 
 class Net(lightning.LightningModule):
-    """``loss`` takes the place of ``training_step``."""
+    """``loss(outputs, targets)`` takes the place of ``training_step``."""
+
+    loss = staticmethod(nn.functional.cross_entropy)
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
-        self.head = nn.Linear(64, 4)
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the last stage."""
-        return self.head(self.layers(inputs))
-
-    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the samples."""
-        return nn.functional.cross_entropy(outputs, targets)
+        return self.layers(x)
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         """Return what another strategy trains with."""
@@ -42,10 +36,6 @@ class Net(lightning.LightningModule):
         if self.trainer.is_global_zero:
             print(f"step {self.global_step - 1}: loss {outputs['loss'].item()}")
 
-    def validation_step(self, batch: list[torch.Tensor]) -> None:
-        """Log the loss of a test."""
-        self.log("val_loss", self.loss(self(batch[0]), batch[1]), sync_dist=True)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer, whose settings each stage gets."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -54,13 +44,12 @@ class Net(lightning.LightningModule):
 def main(steps: int = 20) -> None:
     """Train as Lightning does."""
     lightning.seed_everything(0)
-    inputs = torch.randn(64, 32)
-    data = DataLoader(TensorDataset(inputs, inputs[:, :4].argmax(1)), 16, shuffle=True)
-    strategy = PenstockStrategy(micro_batches=4)
+    x = torch.randn(64, 32)
+    data = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), 16, shuffle=True)
     trainer = lightning.Trainer(
-        max_steps=steps, strategy=strategy, accelerator="cpu", enable_progress_bar=False
+        max_steps=steps, strategy=PenstockStrategy(micro_batches=4), accelerator="cpu"
     )
-    trainer.fit(Net(), data, data)
+    trainer.fit(Net(), data)
 
 
 if __name__ == "__main__":

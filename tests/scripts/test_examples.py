@@ -62,6 +62,23 @@ def test_public_networks_lose_the_same_on_two_ranks(library, example, arguments,
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("host", ["ddp", "fsdp2"])
+def test_gradients_of_torchs_own_data_parallel_travel_packed(host, tmp_path):
+    shown = run(RANKS, "data_parallel.py", host, folder=tmp_path)
+    assert {*re.findall(r"rank (\d):", shown)} == {"0", "1"}
+    ratios = [float(ratio) for ratio in re.findall(r"\((\d\.\d+)x\)", shown)]
+    assert len(ratios) == {"ddp": 2, "fsdp2": 4}[host]
+    assert min(ratios) > 1.02
+
+
+def test_examples_of_integrations_are_short():
+    for name in ("pack_transfers", "data_parallel", "trainer", "lightning_strategy"):
+        lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
+        assert sum(bool(line.strip()) for line in lines) <= 40, name
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 def test_a_plain_loop_trains_beyond_its_memory_with_one_more_line(tmp_path):
     shown = run(PLAIN, "beyond_memory.py", "disk", str(tmp_path), folder=tmp_path)
