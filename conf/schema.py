@@ -240,6 +240,7 @@ class PlanConfig:
         recompute: keep nothing of a forward but what entered: it runs again ahead of its backward; or of
             the layers of some modules, which run again one module at a time: [layer3], [encoder.layer.*]
         prediction: with async_1f1b, forwards run with the weights expected at their backward
+        error_feedback: with double_buffered, an update makes up for the delay of the one before it
         codec: how tensors are packed between stages: auto measures and chooses; or the name of a codec
         batch_size: samples in one step
         micro_batches: parts of a batch, which follow each other through the stages
@@ -268,6 +269,7 @@ class PlanConfig:
     weights_first: bool = False
     recompute: Any = False
     prediction: bool = False
+    error_feedback: bool = False
     codec: str = "auto"
     batch_size: int = 128
     micro_batches: int = 8

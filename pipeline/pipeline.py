@@ -322,7 +322,7 @@ class Pipeline:
             scheduler=arguments.explain_errors("scheduler", options.scheduler) if options.scheduler else None,
             clip=options.clip, scope=options.clip_scope, scaler=options.scaler, guard=self.nan_check,
             together=plan.schedule != STREAM, exchange=self.replicas.exchange, divided=plan.sharded,
-            mirrors=self.mirrors,
+            mirrors=self.mirrors, error_feedback=plan.error_feedback,
         )  # fmt: skip
         arguments.check_momentum(model, self.update.optimizers.values())
         if (shared := self.update.scheduler) is not None:

@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "pipeline": (
         "ranks", "stages", "cuts", "schedule", "program", "micro_batches", "extra_in_flight", "weights",
-        "prediction", "weights_first", "recompute", "link", "plan", "graph",
+        "prediction", "error_feedback", "weights_first", "recompute", "link", "plan", "graph",
     ),
     "compression": ("codec",),
     "memory": ("memory",),

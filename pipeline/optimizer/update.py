@@ -28,6 +28,7 @@ from ...stages.stage.nan_check import Guard
 from ...stages.weight_versions.versions import WeightVersions
 from ..distributed.process_group import World
 from .clip import norm_together, norms, total_norm
+from .error_feedback import PREVIOUS, error_feedback, forget_steps
 from .optimizers import Make, Named, make_optimizers
 from .scale import Scale, Scaler
 from .separability import InTurn, check_separable
@@ -47,6 +48,7 @@ class Update:
              together: whether the stages update in rounds; else each on its own, whatever others find.
              exchange: makes the gradients of a stage, which replicas share, those of the whole batch.
              divided: the optimizers here have what ``owner`` says is of this rank only.
+             error_feedback: updates behind the first of a stream are delayed, and make up for it.
              mirrors: those of the stages that have one."""
 
     def __init__(
@@ -54,10 +56,12 @@ class Update:
         weights: Mapping[int, WeightVersions], optimizer: Make, scheduler: MakeScheduler | None, every: Named,
         clip: float | None, scope: str = "global", scaler: Scaler = None, together: bool = True,
         guard: Guard | None = None, exchange: Callable[[int], None] = lambda stage: None,
-        divided: bool = False, mirrors: Mapping[int, OffloadedParameters] | None = None,
+        divided: bool = False, error_feedback: bool = False,
+        mirrors: Mapping[int, OffloadedParameters] | None = None,
     ) -> None:  # fmt: skip
         self.exchange, self.mirrors, self._depth = exchange, mirrors or {}, 0
         self.world, self.scale, self.guard = world, Scale(scaler), guard
+        self.error_feedback = error_feedback
         self.parameters, self.weights = parameters, weights
         self.named = {name: parameter for named in parameters.values() for name, parameter in named}
         self.names = {id(parameter): name for name, parameter in self.named.items()}
@@ -95,6 +99,8 @@ class Update:
         self.scale.begin()
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
+            if self.error_feedback:
+                forget_steps(optimizer)
         for mirror in self.mirrors.values():
             mirror.begin()
 
@@ -136,7 +142,9 @@ class Update:
             self.num_rounds += 1
             self._ready(list(self.weights))
         self.begun += 1
-        with self.weights[stage].update():
+        feeds = self.error_feedback and self.num_updates[stage] > 1 and not self.skipped
+        feedback = error_feedback(self.optimizers[stage]) if feeds and stage in self.optimizers else None
+        with self.weights[stage].update(), feedback or contextlib.nullcontext():
             self._step(stage)
         if self.scheduler is not None and stage in self.optimizers and not self.skipped:
             self.scheduler.step(stage)
@@ -266,7 +274,10 @@ class Update:
     def state(self) -> dict[str, dict[str, Any]]:
         """Per parameter name: the optimizer's state of it, and the hyper-parameters of its group."""
         return {
-            self.names[id(p)]: {"state": dict(optimizer.state.get(p, {})), "group": saved_settings(group)}
+            self.names[id(p)]: {
+                "state": {k: v for k, v in optimizer.state.get(p, {}).items() if k != PREVIOUS},
+                "group": saved_settings(group),
+            }
             for optimizer in self.optimizers.values()
             for group in optimizer.param_groups
             for p in group["params"]

@@ -121,6 +121,7 @@ def partition(
     weights_first: bool = False,
     recompute: bool | Sequence[str] = False,
     prediction: bool = False,
+    error_feedback: bool = False,
     program: Sequence[str] = (),
     replicas: int | str | Sequence[int] = 1,
     exact: bool = False,
@@ -158,6 +159,7 @@ def partition(
         recompute: saved tensors are not kept: each stage runs a forward again ahead of its backward; or the
             layers of each of these parts run again: module paths, also as ``["layer3", "encoder.*"]``.
         prediction: of ``async_1f1b``: forwards run with weights expected at their backwards.
+        error_feedback: of "double_buffered": an update makes up for the delay of the one before.
         program: the lines of ``schedule="custom"``, one per rank; they place the stages.
         replicas: ranks of every stage, or of each ([2, 1]), which take its micro-batches in turn; "auto": all
             ``ranks`` are dealt so that the simulated step is shortest, over ``stages`` if given.
@@ -234,7 +236,7 @@ def partition(
         options = {"device": profile.device, "recompute": recompute, "by_element": by_element, **held}
         counts = waiting(programs, weights=weights, micro_batches=each)
         dealing = zip(several, weighed, strict=True) if several else [(1, ())] * len(counts)
-        state = 1.0 if optimizer_state is None else optimizer_state
+        state = (1.0 if optimizer_state is None else optimizer_state) + error_feedback
         return [
             copies(
                 number,
@@ -290,6 +292,7 @@ def partition(
         weights=weights,
         weights_first=weights_first,
         prediction=prediction,
+        error_feedback=error_feedback,
         program=tuple(program),
         exact=exact,
         sharded=sharded,

@@ -37,7 +37,10 @@ from ..schedules.replicated import check_divided, dealt
 
 ALL = "all"  # the schedule that stands for every one: they are compared, and the best is planned
 # What a plan decides, by the names of options.
-TAKEN = ("schedule", "micro_batches", "extra_in_flight", "codec", "weights", "weights_first", "prediction")
+TAKEN = (
+    "schedule", "micro_batches", "extra_in_flight", "codec", "weights", "weights_first", "prediction",
+    "error_feedback",
+)  # fmt: skip
 
 
 def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
@@ -224,10 +227,11 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     extra = 0 if config.extra_in_flight == AUTO else config.extra_in_flight
     asks: Any = {name: getattr(config, name) for name in ("schedule", "weights")}
     more: Any = {name: getattr(config, name) for name in ("prediction", "num_stages", "micro_batches")}
-    check_versions(**asks, **more, extra_in_flight=extra)
+    check_versions(**asks, **more, extra_in_flight=extra, error_feedback=config.error_feedback)
     tier = config.memory.parameters.replace(AUTO, "device")
     counts = config.replicas.of_stages(config.num_stages)
-    check_mirror(prediction=config.prediction, parameters_tier=tier)
+    kinds = {"prediction": config.prediction, "error_feedback": config.error_feedback}
+    check_mirror(**kinds, parameters_tier=tier)
     check_replicas(dealt(counts), **asks, micro_batches=config.micro_batches)
     if config.replicas.count == AUTO:
         check_divided("replicas.count=auto", **asks)

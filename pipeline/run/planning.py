@@ -143,6 +143,7 @@ def decide(config: PlanConfig, profile: Profile) -> Plan:
         schedule=config.schedule,
         weights=config.weights,
         prediction=config.prediction,
+        error_feedback=config.error_feedback,
         program=program(config.program),
         **partition_options(config),
     )
@@ -250,13 +251,13 @@ def views(
     rule, lines, files = plan.policy.rule, list[str](), list[Path]()
     versions = [rule.old_versions(stage, plan.num_stages) if rule else 0 for stage in stages]
     state = state_per_byte(build.optimizer(config.optimizer)) if config.optimizer else None
+    state = (1.0 if state is None else state) + plan.error_feedback
     if config.replicas.shares == MEASURED:
         lines.append("replicas.shares=measured: training begins with these and follows the speed of ranks")
     if config.graph:
         from ...stages.profiling import graph_picture
 
-        of_all = 1.0 if state is None else state
-        found = dependencies(graph, profile, optimizer_state=of_all, old_versions=versions)
+        found = dependencies(graph, profile, optimizer_state=state, old_versions=versions)
         found.save(folder.graph)
         title = f"{model_name(config)}: dependencies of its layers"
         graph_picture.draw(folder.graph_picture, found, stages, title=title)

@@ -25,15 +25,16 @@ from .run_folder import RunFolder
 # What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses.
 FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
-    "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint", "resume", "epochs",
-    "max_steps", "detect_anomaly", "nan", "eval", "traceback", "versions", "settings", "max_restarts",
-    "min_ranks", "cache", "data.workers", "data.local", "replicas",
+    "error_feedback", "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint",
+    "resume", "epochs", "max_steps", "detect_anomaly", "nan", "eval", "traceback", "versions", "settings",
+    "max_restarts", "min_ranks", "cache", "data.workers", "data.local", "replicas",
     "nodes", "node", "master", "join_deadline", "guard",  # of older checkpoints
 )  # fmt: skip
 # What a plan is made of; where all of it is the same, so is the plan, however long layers took this time.
 ASKED = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
-    "recompute", "extra_in_flight", "link", "memory", "codec", "micro_batches", "device", "replicas",
+    "error_feedback", "recompute", "extra_in_flight", "link", "memory", "codec", "micro_batches", "device",
+    "replicas",
 )  # fmt: skip
 # What changes bits because it changes how sums are made, and is said.
 BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
@@ -41,6 +42,7 @@ BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
 OF_A_STREAM = ("micro_batches", "checkpoint.every", "eval.every", "extra_in_flight")
 # What options were before there was a choice, for checkpoints that do not name them.
 SINCE = {
+    "error_feedback": False,
     "data.skip_broken": False,
     "replicas.shares": "even",
     "loss._target_": "penstock.pipeline.run.losses.cross_entropy",

@@ -332,6 +332,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
     with keeping(folder.model):
         if spans:  # a run that goes on may have had no step left
             stream = f" weights={plan.weights}{' prediction=true' * plan.prediction}" * plan.streams
+            stream += " error_feedback=true" * plan.error_feedback
             job = f"schedule={plan.schedule}{stream} micro_batches={plan.micro_batches}"
             job += f" stages={plan.num_stages} ranks={plan.num_ranks}"
             save_step(folder, spans, title=f"{model_name(config)}, step {pipe.num_steps - 1}: {job}")

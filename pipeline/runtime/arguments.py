@@ -229,6 +229,7 @@ def check_versions_of(state: Mapping[str, Any], plan: Plan) -> None:
         if not isinstance(versions, Mapping) or not known <= set(versions):
             return "no known versions"
         predicted = ", prediction=true" if versions["prediction"] else ""
+        predicted += ", error_feedback=true" if versions.get("error_feedback") else ""
         cuts = ",".join(map(str, versions["cuts"])) if isinstance(versions["cuts"], list | tuple) else "?"
         return f"schedule={versions['schedule']} weights={versions['weights']}{predicted} cuts=[{cuts}]"
 

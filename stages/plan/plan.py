@@ -80,7 +80,8 @@ class Plan:
     ``most_extra_in_flight``, if the measured links ask for it; 0 there means no more than these.
     ``codec``: that of every value and gradient for which its stage names no other.
     ``weights``: which version of the weights a micro-batch sees (``POLICIES``); ``prediction``: forwards run
-    with the weights as they are expected to be at the backward; ``weights_first``: in a backward a layer's
+    with the weights as they are expected to be at the backward; ``error_feedback``: an update makes up for
+    the delay of the one before; ``weights_first``: in a backward a layer's
     weight gradient comes before the gradient of its input. ``program``: a custom schedule, a line for each
     rank. ``exact``: replicas add up gradients micro-batch by micro-batch, as the plain loop does;
     ``sharded``: each of them updates some parameters for all, and keeps the optimizer's state of these;
@@ -108,6 +109,7 @@ class Plan:
     weights: str = "latest"
     weights_first: bool = False
     prediction: bool = False
+    error_feedback: bool = False
     program: tuple[str, ...] = ()
     exact: bool = False
     sharded: bool = False
@@ -128,7 +130,8 @@ class Plan:
             raise PlanError(f"a layer belongs to one stage, the plan has {twice!r} twice")
         for stage in self.stages:
             check_tiers(**{n: getattr(stage, n) for n in ("tier", "weights_tier", "parameters_tier")})
-            validation.check_mirror(prediction=self.prediction, parameters_tier=stage.parameters_tier)
+            kinds = {"prediction": self.prediction, "error_feedback": self.error_feedback}
+            validation.check_mirror(**kinds, parameters_tier=stage.parameters_tier)
         if {*self.ranks} != {*range(len({*self.ranks}))}:
             raise PlanError(
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
@@ -139,7 +142,7 @@ class Plan:
         validation.check_replicas([stage.ranks for stage in self.stages], **asked)
         extra = max(self.extra_in_flight, self.most_extra_in_flight)
         asked |= {"prediction": self.prediction, "num_stages": self.num_stages, "extra_in_flight": extra}
-        validation.check_versions(**asked)
+        validation.check_versions(**asked, error_feedback=self.error_feedback)
         if self.streams and any(stage.recompute for stage in self.stages):
             validation.check_again(weights=self.weights, prediction=self.prediction)
         validation.check_owner(self.owners, sharded=self.sharded)
@@ -226,7 +229,7 @@ class Plan:
         """Fields that decide which weights a micro-batch sees, as a state's must; None with a flush."""
         if not self.streams:
             return None
-        names = ("schedule", "weights", "prediction")
+        names = ("schedule", "weights", "prediction", *["error_feedback"] * self.error_feedback)
         return {name: getattr(self, name) for name in names} | {"cuts": list(self.cuts)}
 
     @property
@@ -300,6 +303,7 @@ def _title(plan: Plan) -> str:
     # Which weights a micro-batch sees, where batches mingle, and what comes first in a backward.
     if plan.streams:
         parts.append(f"weights {plan.weights}{' with prediction' * plan.prediction}")
+    parts += ["error feedback"] * plan.error_feedback
     if (tier := plan.of_stages("weights_tier")) != "device":
         parts.append(f"old weights {tier}")
     if (tier := plan.of_stages("parameters_tier")) != "device":

@@ -29,9 +29,15 @@ def check_versions(
     num_stages: int,
     micro_batches: int,
     extra_in_flight: int,
+    error_feedback: bool = False,
 ) -> None:
     """Raise PlanError if the schedule, the policy of ``weights`` and the counts do not go together."""
     rule = policy_named(weights, schedule=schedule, prediction=prediction).rule
+    if error_feedback and not (rule and rule.per_batch):
+        raise PlanError(
+            "error_feedback=true makes up for the delay of updates under weights=double_buffered, found "
+            f"schedule={schedule} weights={weights}; take schedule=1f1b and these weights, or leave it out"
+        )
     if rule and rule.per_batch and micro_batches < num_stages:
         raise PlanError(
             f"weights={weights} needs at least as many micro-batches as stages, or its versions do not "
@@ -46,13 +52,14 @@ def check_versions(
         )
 
 
-def check_mirror(*, prediction: bool, parameters_tier: str) -> None:
-    """Refuse to predict weights that are offloaded; raises PlanError."""
-    if parameters_tier != "device" and prediction:
-        raise PlanError(
-            "predicted weights are computed of all parameters at once, found prediction=true and "
-            f"parameters {parameters_tier}; leave them on the device, or take prediction=false"
-        )
+def check_mirror(*, prediction: bool, parameters_tier: str, error_feedback: bool = False) -> None:
+    """Refuse to predict weights that are offloaded, or to feed errors back to them; raises PlanError."""
+    for name, asked in {"prediction": prediction, "error_feedback": error_feedback}.items():
+        if asked and parameters_tier != "device":
+            raise PlanError(
+                f"{name} computes with all parameters at once, found {name}=true and parameters "
+                f"{parameters_tier}; leave them on the device, or take {name}=false"
+            )
 
 
 OWNERS = {"spread": "divided among them", "first": "with the first of them"}

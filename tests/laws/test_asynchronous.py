@@ -73,6 +73,7 @@ def test_evaluation_and_state_drain_first():
         ({}, {"weights": "vertical_sync"}, "found schedule=async_1f1b weights=vertical_sync"),
         ({}, {"prediction": True}, "weights=stashed, prediction=true"),
         ({}, SYNCHRONOUS, "schedule, weights and cuts that it was made with, .*found a synchronous schedule"),
+        (TWO, {**TWO, "error_feedback": True}, r"weights=double_buffered, error_feedback=true cuts="),
         (SYNCHRONOUS, {}, "a synchronous schedule, found schedule=async_1f1b"),
     ],
 )

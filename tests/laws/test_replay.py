@@ -110,6 +110,18 @@ def test_a_policy_is_the_rule_of_its_paper(policy):
     assert policy != "latest" or not close(played("stashed", power=2)[0], found)
 
 
+def test_error_feedback_is_its_formula():
+    # what update t applies, u, and what it applies of update t - 1 anew: u_(t-1) + (u_(t-1) - u_(t-2))
+    steps = []
+
+    def gradient(t, a, b):
+        steps.append(mean_of_two(t, a, b))
+        return steps[t] if t < 2 else tuple(2 * u - v for u, v in zip(steps[t], steps[t - 1], strict=True))
+
+    found, _ = played("double_buffered", micro_batches=2, error_feedback=True)
+    assert close(found, course(gradient, len(DATA) // 2))
+
+
 def test_a_drain_counts_from_zero_again():
     def gradient(t, a, b):
         return slope(a[t if t == 4 else max(0, t - 1)], b[t], *DATA[t])  # 4 is number 0 of its stream

@@ -26,6 +26,7 @@ OPTIMIZERS = {
     "adam": lambda named: torch.optim.Adam(named, lr=1e-3),
     "no_biases": lambda named: torch.optim.SGD([p for n, p in named if "bias" not in n], lr=0.05),
     "adamw": lambda named: torch.optim.AdamW(named, lr=1e-3),
+    "muon": lambda named: torch.optim.Muon([p for _, p in named if p.dim() == 2], lr=0.02),
     "fused": lambda named: torch.optim.AdamW(named, lr=1e-3, fused=True),
 }
 
@@ -105,6 +106,7 @@ def marked(parameter, model):
 
 PLANNED = ("schedule", "codec", "micro_batches", "extra_in_flight", "tier", "ranks", "weights", "program")
 PLANNED += ("weights_tier", "parameters_tier", "weights_first", "recompute", "prediction")
+PLANNED += ("error_feedback",)
 PLANNED += ("replicas", "exact", "sharded", "owner", "shares")
 
 

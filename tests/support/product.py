@@ -169,7 +169,15 @@ def case_of(row: dict[str, Any], seed: int) -> Case:
 STREAMS: dict[str, tuple] = {
     "model": ("mlp", "penalized", "tied", "padded", "residual", "dag", "gpt_tied"),
     "codec": ("raw", "zero_value", "auto"),
-    "policy": ("latest", "stashed", "vertical_sync", "double_buffered", "latest ahead", "stashed ahead"),
+    "policy": (
+        "latest",
+        "stashed",
+        "vertical_sync",
+        "double_buffered",
+        "latest ahead",
+        "stashed ahead",
+        "double_buffered feedback",
+    ),
     "cuts": (1, 2, 4, "every", "random"),
     "optimizer": ("sgd", "plain", "nesterov", "adam", "adamw"),
     "micro_batches": (1, 2, 4, 5),
@@ -185,7 +193,8 @@ STREAMS: dict[str, tuple] = {
     "resume": ("", "same", "state"),
     "bare": (False, True),
 }
-"""Asynchronous training; "ahead": with the weights that are predicted for the backward."""
+"""Asynchronous training; "ahead": with the weights that are predicted for the backward; "feedback": of the
+errors of updates."""
 
 SHARED = ("tied", "gpt_tied", "dag", "penalized")
 """Models of which several stages read one parameter."""
@@ -195,7 +204,7 @@ def unsuited_streams(row: dict[str, Any]) -> str:
     """The same as ``unsuited`` for asynchronous training."""
     policy, ahead = row.get("policy", ""), str(row.get("policy")).endswith("ahead")
     rules = {
-        "every stage has a micro-batch": policy == "double_buffered"
+        "every stage has a micro-batch": policy.startswith("double_buffered")
         and row.get("micro_batches", 5)
         < {"every": 99, "random": 4}.get(row.get("cuts", 1), row.get("cuts", 1)),
         "the newest weights are those of one stage": policy.startswith("latest")
@@ -204,7 +213,8 @@ def unsuited_streams(row: dict[str, Any]) -> str:
         and (ahead or policy == "latest" or row.get("tier", "device") != "device"),
         "parts leave parameters on the device": row.get("recompute") == PARTS
         and row.get("parameters_tier", "device") != "device",
-        "predicted weights are all there": ahead and row.get("parameters_tier", "device") != "device",
+        "all weights are there": (ahead or policy.endswith("feedback"))
+        and row.get("parameters_tier", "device") != "device",
         "a budget chooses tiers": row.get("budget")
         and (row.get("tier", "device"), row.get("parameters_tier", "device")) != ("device", "device"),
         "the momentum goes on": ahead and row.get("optimizer") == "plain",
@@ -217,7 +227,7 @@ def unsuited_streams(row: dict[str, Any]) -> str:
 
 def stream_of(row: dict[str, Any], seed: int) -> StreamCase:
     """The asynchronous case of a full row."""
-    weights, _, ahead = row["policy"].partition(" ")
+    weights, _, more = row["policy"].partition(" ")
     row = {name: value for name, value in row.items() if name != "policy"}
     _draw(row, seed)
     if row["cuts"] not in (1, 2) and row["world"] == "processes":
@@ -226,7 +236,8 @@ def stream_of(row: dict[str, Any], seed: int) -> StreamCase:
         row |= {"tier": "auto", "parameters_tier": "auto"}
     if weights == "double_buffered":
         row["schedule"] = "1f1b"
-    return StreamCase(**row, weights=weights, prediction=bool(ahead), steps=2)
+    asked = {"prediction": more == "ahead", "error_feedback": more == "feedback"}
+    return StreamCase(**row, **asked, weights=weights, steps=3 if asked["error_feedback"] else 2)
 
 
 def pairs(factors: dict[str, tuple], seed: int, unsuited: Unsuited) -> Iterator[dict[str, Any]]:

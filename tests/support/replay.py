@@ -11,6 +11,8 @@ the latter in B, ``vertical_sync`` for both what the first stage takes, max(0, m
 ``double_buffered`` (PipeDream-2BW, ICML 2021): batch t takes the weights after max(0, t - 1) updates.
 Prediction (SpecTrain, Chen et al. 2018; PipeOptim, Guan et al. 2023): F of m runs with w - d * step, where
 d = m - max(0, m - (S - 1 - s)) and step = lr * momentum for SGD, lr * m_hat / (sqrt(v_hat) + eps) for Adam.
+Error feedback: where the optimizer moves a weight by d_t in update t of batches 0, 1, 2, .. since the last
+drain, updates 0 and 1 are d_0 and d_1, and each behind them is d_t + (d_t - d_(t-1)).
 
 Running statistics of BatchNorm have no versions. A stage runs its F in ascending order of m and nothing else
 writes them, so a replay in ascending order of m writes the same on all stages.
@@ -48,7 +50,7 @@ class Replay:
 
     def __init__(
         self, model, *, stages, policy, loss, optimizer, micro_batches,
-        prediction=False, clip=None, scheduler=None, random=(), seed=0, weight=len,
+        prediction=False, error_feedback=False, clip=None, scheduler=None, random=(), seed=0, weight=len,
     ):  # fmt: skip
         self.model, self.policy, self.loss, self.prediction = model, policy, loss, prediction
         self.micro_batches, self.clip, self.seed, self.weight = micro_batches, clip, seed, weight
@@ -57,7 +59,7 @@ class Replay:
             _Stage({name: p for name, p in named.items() if name in names}, optimizer, scheduler)
             for names in stages
         ]
-        self.runs = _Runs(model, random)
+        self.runs, self.error_feedback = _Runs(model, random), error_feedback
         self.step = 0
         self._restart()
 
@@ -90,7 +92,7 @@ class Replay:
             name: dict(stage.optimizer.state.get(p, {}))
             for stage in self.stages
             if stage.optimizer
-            for name, p in stage.named.items()
+            for name, p in stage.trained()
         }
         self._restart()
         return happened
@@ -140,6 +142,8 @@ class Replay:
         self.gradients.append({n: p.grad for n, p in self.model.named_parameters()})
         for s, stage in enumerate(self.stages):
             stage.update()
+            if self.error_feedback:
+                stage.make_up(self.batch)
             lag = len(self.stages) - 1 - s
             if self.prediction and lag:  # the one forward between this update and the next, of F = m + lag
                 stage.predicted[self.m + lag] = stage.predict(lag)
@@ -154,7 +158,7 @@ class _Stage:
         self.scheduler = scheduler(self.optimizer) if scheduler and named else None
 
     def restart(self):
-        self.values, self.predicted = [self._copies()], {}
+        self.values, self.predicted, self.moves = [self._copies()], {}, []
 
     def update(self):
         if self.optimizer:
@@ -164,6 +168,22 @@ class _Stage:
         for parameter in self.named.values():
             parameter.grad = None
         self.values.append(self._copies())
+
+    def trained(self):
+        """Names and parameters that the optimizer has."""
+        groups = self.optimizer.param_groups if self.optimizer else ()
+        there = {id(p) for group in groups for p in group["params"]}
+        return [(name, p) for name, p in self.named.items() if id(p) in there]
+
+    @torch.no_grad()
+    def make_up(self, number):
+        """Move the weights of the newest version on by how much update ``number`` differs from the last."""
+        *_, before, after = self.values
+        self.moves.append({name: after[name] - before[name] for name, _ in self.trained()})
+        if number > 1:
+            for name, p in self.trained():
+                p += self.moves[-1][name] - self.moves[-2][name]
+            self.values[-1] = self._copies()
 
     def predict(self, times):
         """The values after ``times`` more steps, as far as the optimizer's state tells."""

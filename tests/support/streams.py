@@ -25,6 +25,7 @@ class StreamCase(Case):
     weights: str = "stashed"
     weights_tier: str = "device"
     prediction: bool = False
+    error_feedback: bool = False
     cuts: object = 4
     steps: int = 6
     clip: float | None = None
@@ -55,6 +56,7 @@ def differences_of(case, plan, random_layers, folder):
         policy=case.weights,
         micro_batches=case.micro_batches,
         prediction=case.prediction,
+        error_feedback=case.error_feedback,
         random=random_layers,
         loss=loss_of(case),
         optimizer=OPTIMIZERS[case.optimizer],

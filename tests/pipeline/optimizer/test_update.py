@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from zoo import build, cross_entropy
 import penstock
 from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.optimizer import clip
+from penstock.pipeline.optimizer.error_feedback import PREVIOUS
 from penstock.pipeline.optimizer.optimizers import state_per_byte
 from penstock.pipeline.optimizer.scale import _unscale
 from penstock.pipeline.optimizer.update import Update, _own
@@ -66,6 +68,20 @@ def made(gradients, **settings):
 
 def of(*values):
     return [torch.tensor([float(value)]) for value in values]
+
+
+def test_errors_are_fed_back_from_the_first_delayed_update_to_a_drain_past_what_is_skipped():
+    series = of(1, 3, math.inf, 6, 10, 1, 3, 6)
+    update, _, parameters = made([series, of(*range(8))], error_feedback=True, scaler=1.0)
+    values = []
+    for number in range(8):
+        if number == 5:
+            update.begin()
+        update.step(0)
+        update.step(1)
+        values.append(-float(parameters[0].detach()))
+        assert all(PREVIOUS not in kept["state"] for kept in update.state().values())
+    assert values == [1, 4, 4, 4 + 9, 13 + 14, 28, 31, 31 + 9]
 
 
 def test_the_first_update_of_a_round_finds_the_gradients_of_all_stages():

@@ -218,6 +218,15 @@ def test_memory_has_the_buffers_of_the_exchange():
     assert parameters(replicas=2, exact=True) == (3 + 4 + 1) * alone
 
 
+def test_memory_has_the_previous_step_of_error_feedback():
+    options = {"stages": 1, "codec": "raw", "micro_batches": 8, "weights": "double_buffered"}
+    plain, fed = (partition(NET, **options, error_feedback=feedback) for feedback in (False, True))
+    alone = partition(NET, stages=1, codec="raw", micro_batches=8).stages[0].memory_bytes // 3
+    assert fed.stages[0].memory_bytes == plain.stages[0].memory_bytes + alone
+    assert "error feedback" in str(fed)
+    assert "error feedback" not in str(plain)
+
+
 @pytest.mark.parametrize(
     ("options", "subject"),
     [
@@ -251,6 +260,7 @@ def test_memory_has_the_buffers_of_the_exchange():
         ({"stages": 1, "replicas": 3, "micro_batches": 2}, "3 replicas and micro_batches=2"),
         ({"stages": 2, "replicas": 2, "schedule": "async_1f1b"}, "no moment at which they could"),
         ({"stages": 2, "replicas": 2, "weights": "double_buffered"}, "weights=double_buffered"),
+        ({"stages": 2, "error_feedback": True}, "found schedule=1f1b weights=latest; take schedule=1f1b and"),
         ({"stages": 2, "replicas": [2, 1], "schedule": "interleaved"}, "have the same replicas"),
         ({"stages": 2, "replicas": 2, "owner": "first"}, "owner=first says which replica"),
         ({"stages": 2, "replicas": "auto"}, "found none; say ranks=4"),

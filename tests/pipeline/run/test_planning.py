@@ -185,6 +185,7 @@ def test_a_plan_says_its_replicas_and_train_takes_them_from_it(capsys):
         ("memory.tier", {"memory": MemoryConfig(tier="host")}),
         ("memory.weights", {"memory": MemoryConfig(weights="host")}),
         ("prediction", {"prediction": True}),
+        ("error_feedback", {"error_feedback": True}),
     ]
     for key, given in contradicting:
         with pytest.raises(ConfigError, match=f"{key}=.* contradicts plan=run/plan.json with {key}="):

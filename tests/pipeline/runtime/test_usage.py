@@ -107,15 +107,18 @@ QUICK = {"1f1b", "zbv", "async_1f1b"}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "weights"),
-    [pytest.param(*one, marks=() if one[0] in QUICK else pytest.mark.slow) for one in ALL],
+    ("schedule", "weights", "feedback"),
+    [
+        *(pytest.param(*one, False, marks=() if one[0] in QUICK else pytest.mark.slow) for one in ALL),
+        ("1f1b", "double_buffered", True),
+    ],
 )
-def test_what_a_run_keeps_is_what_was_predicted_from_the_programs(schedule, weights):
+def test_what_a_run_keeps_is_what_was_predicted_from_the_programs(schedule, weights, feedback):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
     inputs, targets = torch.randn(12, 6), torch.randn(12, 6)
     profile = measure(trace(model, (inputs[:2],)), (inputs[:2],))
-    asked = {"schedule": schedule, "weights": weights, "codec": "raw"}
+    asked = {"schedule": schedule, "weights": weights, "codec": "raw", "error_feedback": feedback}
     plan = partition(profile, stages=4, ranks=2, micro_batches=6, **asked)
     predicted = candidate(profile, plan)
     settings = {"loss": torch.nn.functional.mse_loss, "optimizer": torch.optim.SGD}
@@ -127,4 +130,5 @@ def test_what_a_run_keeps_is_what_was_predicted_from_the_programs(schedule, weig
         parameters = 4 * planned.num_parameters
         assert stage.versions_bytes == (stage.live_versions - 1) * parameters
         saved = stage.live_micro_batches * planned.saved_bytes
-        assert stage.peak_bytes == 2 * parameters + stage.versions_bytes + saved  # weights and gradients
+        # weights, gradients, and the previous step of error feedback
+        assert stage.peak_bytes == (2 + feedback) * parameters + stage.versions_bytes + saved

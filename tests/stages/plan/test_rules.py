@@ -61,6 +61,16 @@ def test_offloaded_parameters_are_not_predicted():
         check_mirror(prediction=True, parameters_tier="host")
 
 
+def test_errors_are_fed_back_to_double_buffered_weights_on_the_device():
+    check(weights="double_buffered", error_feedback=True)
+    check_mirror(prediction=False, parameters_tier="device", error_feedback=True)
+    for given in ({}, {"schedule": "zb_h1"}, {"schedule": "async_1f1b", "weights": "stashed"}):
+        with pytest.raises(PlanError, match=r"^error_feedback=true .* found schedule=\w+ weights=\w+; take"):
+            check(error_feedback=True, **given)
+    with pytest.raises(PlanError, match="found error_feedback=true and parameters disk"):
+        check_mirror(prediction=False, parameters_tier="disk", error_feedback=True)
+
+
 def test_a_second_forward_sees_the_weights_of_the_first():
     check_again(weights="stashed", prediction=False)
     for weights, prediction in (("latest", False), ("stashed", True)):
