@@ -15,7 +15,7 @@ import torch
 from checkout import ROOT, run
 
 BENCHES = ROOT / "scripts" / "bench"
-TOPICS = "cache codecs gpu integrations offload pipeline replicas".split()
+TOPICS = "cache codecs convergence gpu integrations offload pipeline replicas".split()
 FACTS = {"command", "date", "hardware", "versions", "system", "load_before", "load_after"}
 MLP = "model=mlp data.size=8 batch_size=32 threads=1"
 
@@ -51,6 +51,11 @@ def check(name: str, found: dict[str, Any]) -> None:
             assert rows["synthetic", "raw"]["ratio"] == 1
             assert rows["synthetic", "zero_value"]["ratio"] == pytest.approx(1.9, rel=0.1)
             assert {codec for kind, codec in rows if kind == "integers"} == {"raw", "zero_value", "lz4"}
+        case "convergence":
+            synchronous, delayed, fed = (run["held_out"] for run in found["runs"][:3])
+            assert delayed == fed != synchronous  # updates 0 and 1 have nothing to make up
+            best = min(found["sweep"][:4], key=lambda run: run["held_out"])
+            assert {run["lr"] for run in found["runs"][:3]} == {best["lr"]}
         case "offload":
             kept, disk = found["rows"]
             assert (kept["contestant"], disk["contestant"]) == ("kept", "disk_parameters")
@@ -81,6 +86,7 @@ RUNS = {
         "--classes synthetic,integers --sizes 16KiB --densities 0.5 --dtypes float32 "
         "--repeats 1 --codecs raw,zero_value,lz4"
     ),
+    "convergence": "--steps 2 --repeats 1",
     "offload": (
         f"{MLP} --contestants disk_parameters --limits none --repeats 1 --steps 1 --speed-bytes 8MiB"
     ),
