@@ -5,13 +5,14 @@ A row is appended as soon as it is known, so a run that was interrupted goes on 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +22,7 @@ import language
 import page
 import torch
 import vision
-from examine import examine
+from examine import examine, examine_lengths
 from network import Network
 
 OTHERS = {  # libraries that need not be installed
@@ -38,6 +39,8 @@ def main() -> int:
     parser.add_argument("--table", type=Path, help="the Markdown file to write")
     parser.add_argument("--rows", type=Path, default=Path("coverage.jsonl"), help="rows so far, and new ones")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each network")
+    wants = {"action": argparse.BooleanOptionalAction, "default": True}
+    parser.add_argument("--autocast", **wants, help="try each under autocast, too")
     options = parser.parse_args()
     lines = options.rows.read_text().splitlines() if options.rows.exists() else []
     rows = {row["name"]: row for row in map(json.loads, lines)}
@@ -47,13 +50,14 @@ def main() -> int:
     ):
         if name in rows:
             continue
-        rows[name] = _row_of(network, options.timeout)
+        rows[name] = _row_of(network, options.timeout, autocast=options.autocast)
         with options.rows.open("a") as file:
             file.write(json.dumps(rows[name]) + "\n")
         print(page.line(rows[name]), flush=True)
     if options.table:
         options.table.write_text(page.written(list(rows.values()), " ".join(sys.argv[1:])))
-    return int(any("different" in (row["result"], row.get("autocast_result")) for row in rows.values()))
+    results = [row.get(field) for row in rows.values() for field in page.RESULT_FIELDS]
+    return int("different" in results)
 
 
 def networks() -> Iterator[Network]:
@@ -67,24 +71,28 @@ def networks() -> Iterator[Network]:
             print(f"{library} is not installed, left out: pip install 'penstock[zoo]'", file=sys.stderr)
 
 
-def _row_of(network: Network, timeout: float) -> dict[str, Any]:
-    """Row of a network, tried as it is, and under autocast unless there was no time even without it."""
+def _row_of(network: Network, timeout: float, *, autocast: bool) -> dict[str, Any]:
+    """Row of a network, tried as it is; if that is trained, at a second length; if there was time, under
+    autocast."""
     row: dict[str, Any] = {"name": network.full_name}
     if network.skip:
         return row | {"result": "skipped", "why": network.skip}
-    row |= _attempt(network, timeout, None)
-    if row["result"] == "timeout":
-        return row
-    cast = _attempt(network, timeout, torch.bfloat16)
-    return row | {f"autocast_{field}": value for field, value in cast.items()}
+    row |= _attempt(functools.partial(examine, network), timeout)
+    if row["result"] == "same":
+        further = _attempt(functools.partial(examine_lengths, network), timeout)
+        row |= {f"lengths_{field}": value for field, value in further.items()}
+    if autocast and row["result"] != "timeout":
+        cast = _attempt(functools.partial(examine, network, autocast=torch.bfloat16), timeout)
+        row |= {f"autocast_{field}": value for field, value in cast.items()}
+    return row
 
 
-def _attempt(network: Network, timeout: float, autocast: torch.dtype | None) -> dict[str, Any]:
+def _attempt(call: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
     """Try a network in a process of its own, which is forked: the libraries are loaded once."""
     row: dict[str, Any] = {}
     context, begun = multiprocessing.get_context("fork"), time.perf_counter()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(network, theirs, autocast))
+    process = context.Process(target=_child, args=(call, theirs))
     process.start()
     theirs.close()
     try:
@@ -99,11 +107,11 @@ def _attempt(network: Network, timeout: float, autocast: torch.dtype | None) -> 
     return row | {"seconds": round(time.perf_counter() - begun, 1)}
 
 
-def _child(network: Network, pipe: Connection, autocast: torch.dtype | None) -> None:
+def _child(call: Callable[[], dict[str, Any]], pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        row = examine(network, autocast=autocast)
+        row = call()
     except BaseException as error:
         lines = traceback.format_exc().strip().splitlines()[-7:]
         row = {"result": "failed", "why": f"{type(error).__name__}: {error}", "traceback": lines}

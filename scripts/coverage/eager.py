@@ -5,12 +5,13 @@ draw."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from network import Batch, given
+from network import Batch, Inputs, given
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -57,7 +58,7 @@ class Drawing(TorchFunctionMode):
         """Outputs of the model."""
         inputs = given(batch)
         with self.patches.on(), self:
-            return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+            return outputs_of(model, inputs)
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         for kind in kinds_that_are_called():
@@ -75,6 +76,20 @@ class Drawing(TorchFunctionMode):
         return called
 
 
+def outputs_of(model: nn.Module, inputs: Inputs) -> Any:
+    """Outputs of the model on what ``given`` returned."""
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def takes(model: nn.Module, batch: Batch) -> bool:
+    """True if a copy of the model runs on such a batch: not all take any length, or a mask."""
+    try:
+        outputs_of(copy.deepcopy(model), given(batch))
+    except Exception:
+        return False
+    return True
+
+
 def drawing_calls(
     model: nn.Module, batch: Batch, layers: Collection[str], names: Sequence[str]
 ) -> dict[int, str]:
@@ -86,21 +101,29 @@ def drawing_calls(
     return dict(zip(drawing.drew, names, strict=True))
 
 
+class MicroBatch(NamedTuple):
+    """Inputs and targets, the modules that are one call, and the calls that draw with the names of layers."""
+
+    batch: Batch
+    targets: torch.Tensor
+    layers: Collection[str]
+    draws: Mapping[int, str]
+
+
 def plain_step(
     model: nn.Module,
-    micro_batches: Sequence[tuple[Batch, torch.Tensor]],
+    micro_batches: Sequence[MicroBatch],
     *,
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
-    layers: Collection[str],
-    draws: Mapping[int, str],
+    step: int,
     cast: torch.autocast,
 ) -> list[torch.Tensor]:
     """One step of the plain loop over micro-batches, forward and loss under ``cast``; returns the losses."""
     optimizer.zero_grad()
-    total, losses = sum(len(y) for _, y in micro_batches), []
-    for index, (batch, targets) in enumerate(micro_batches):
-        seeds = {number: layer_seed(0, 0, index, name) for number, name in draws.items()}
+    total, losses = sum(len(one.targets) for one in micro_batches), []
+    for index, (batch, targets, layers, draws) in enumerate(micro_batches):
+        seeds = {number: layer_seed(0, step, index, name) for number, name in draws.items()}
         drawing = Drawing({model.get_submodule(path) for path in layers}, seeds)
         with cast:
             value = loss(drawing.run(model, batch), targets)

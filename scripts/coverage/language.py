@@ -12,25 +12,26 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from network import Batch, Network, normal, table, tokens
+from network import SECOND, Batch, Network, normal, table, tokens
 from torch import nn
 
-INPUTS: dict[str, Callable[[int, int], Batch]] = {
-    "text": lambda n, pixels: {"input_ids": tokens(n, n, 12)},
-    "pairs": lambda n, pixels: {"input_ids": tokens(n, n, 12)},
-    "pictures": lambda n, pixels: {"pixel_values": normal(n, n, 3, pixels, pixels)},
-    "pictures with text": lambda n, _: {
-        "input_ids": tokens(n, n, 12),
+INPUTS: dict[str, Callable[[int, int, bool], Batch]] = {
+    "text": lambda n, pixels, second: {"input_ids": tokens(n, n, 12 - 3 * second)},
+    "pairs": lambda n, pixels, second: {"input_ids": tokens(n, n, 12 - 3 * second)},
+    "pictures": lambda n, pixels, second: {"pixel_values": normal(n, n, 3, pixels, pixels)},
+    "pictures with text": lambda n, _, second: {
+        "input_ids": tokens(n, n, 12 - 3 * second),
         "pixel_values": normal(n, n, 3, 32, 32),
     },
-    "speech to text": lambda n, _: {
-        "input_features": normal(n, n, 16, 32),
-        "decoder_input_ids": tokens(n, n, 7),
+    "speech to text": lambda n, _, second: {
+        "input_features": normal(n, n, 16, 32),  # Whisper takes no other length
+        "decoder_input_ids": tokens(n, n, 7 - 2 * second),
     },
-    "sounds": lambda n, pixels: {"input_values": normal(n, n, 400)},
-    "spectrograms": lambda n, pixels: {"input_values": normal(n, n, 32, 16)},
+    "sounds": lambda n, pixels, second: {"input_values": normal(n, n, 400 + 160 * second)},
+    "spectrograms": lambda n, pixels, second: {"input_values": normal(n, n, 32 + 16 * second, 16)},
 }
-"""For each section of ``networks.yaml`` n samples, pictures of so many pixels a side."""
+"""For each section of ``networks.yaml`` n samples, pictures of so many pixels a side; ``second``: of a second
+length."""
 
 
 def networks() -> Iterator[Network]:
@@ -69,13 +70,16 @@ def _build(kind: str, options: Mapping[str, Any]) -> nn.Module:
     return model(config).float()
 
 
-def _batch(section: str, name: str, labelled: bool, size: int | list[int], samples: int) -> Batch:
-    batch = dict(INPUTS[section](samples, size if isinstance(size, int) else size[0]))
+def _batch(
+    section: str, name: str, labelled: bool, size: int | list[int], samples: int, *, second: bool = False
+) -> Batch:
+    pixels = (size if isinstance(size, int) else size[0]) + SECOND * second
+    batch = dict(INPUTS[section](samples, pixels, second))
     if section == "pairs":
-        batch["labels" if labelled else "decoder_input_ids"] = tokens(samples + 1, samples, 7)
+        batch["labels" if labelled else "decoder_input_ids"] = tokens(samples + 1, samples, 7 - 2 * second)
     elif name == "bert_answers":
-        batch["start_positions"] = tokens(1, samples, most=11)
-        batch["end_positions"] = tokens(2, samples, most=11)
+        batch["start_positions"] = tokens(1, samples, most=11 - 3 * second)
+        batch["end_positions"] = tokens(2, samples, most=11 - 3 * second)
     elif labelled:
         classes = section == "pictures" or name == "bert_classes"
         batch["labels"] = torch.arange(samples) % 2 if classes else batch["input_ids"].clone()

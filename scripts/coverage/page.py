@@ -12,10 +12,12 @@ from typing import Any
 from penstock.scripts.circumstances import circumstances
 
 Row = Mapping[str, Any]
+RESULT_FIELDS = ("result", "lengths_result", "autocast_result")
 RESULTS = ("same", "different", "refused", "failed", "timeout", "skipped")
 COLUMNS = {
     "network": "name",
     "result": "result",
+    "second length, masks": "lengths_result",
     "under autocast": "autocast_result",
     "layers": "layers",
     "cuts": "cuts",
@@ -37,15 +39,14 @@ def line(row: Row) -> str:
 
 def written(rows: Sequence[Row], command: str) -> str:
     """The page."""
-    counts: dict[str, Counter[str]] = {}
-    for row in rows:
-        counts.setdefault(row["name"].partition("/")[0], Counter())[row["result"]] += 1
+    counts, lengths, casts = (_counts(rows, field) for field in RESULT_FIELDS)
     used = [result for result in RESULTS if any(count[result] for count in counts.values())]
-    cast = Counter(row["name"].partition("/")[0] for row in rows if row.get("autocast_result") == "same")
-    summary: list[tuple[str, ...]] = [("library", "networks", *used, "same under autocast")]
+    heads = ("same at a second length, masks", "same under autocast")
+    summary: list[tuple[str, ...]] = [("library", "networks", *used, *heads)]
     for library, count in sorted(counts.items()):
-        facts = (count.total(), *(count[result] for result in used), cast[library])
-        summary.append((library, *map(str, facts)))
+        second, cast = lengths[library], casts[library]
+        further = [f"{one['same']} of {one.total()}" if one else "not run" for one in (second, cast)]
+        summary.append((library, *map(str, (count.total(), *(count[result] for result in used))), *further))
     ordered = sorted(rows, key=lambda row: row["name"])
     every = [tuple(_cell(row, field) for field in COLUMNS.values()) for row in ordered]
     parts = ["# Networks that train in three stages with the bits of the plain loop", _preface(command)]
@@ -53,15 +54,29 @@ def written(rows: Sequence[Row], command: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _counts(rows: Sequence[Row], field: str) -> dict[str, Counter[str]]:
+    """For each library how often it has each result in ``field``."""
+    counts: dict[str, Counter[str]] = {row["name"].partition("/")[0]: Counter() for row in rows}
+    for row in rows:
+        if result := row.get(field):
+            counts[row["name"].partition("/")[0]][result] += 1
+    return counts
+
+
 def _preface(command: str) -> str:
     found = circumstances(())
     processor, *_ = found["hardware"].values()
-    versions = [f"{name} {_version(name)}" for name in ("torch", "torchvision", "timm", "transformers")]
+    versions = [
+        f"{name} {_version(name)}" for name in ("torch", "torchvision", "timm", "transformers", "peft")
+    ]
     return (
         "Each network, with small inputs and random weights, is recorded, measured, cut into three "
         "stages and trained for a step of two micro-batches in one process; loss, gradients, updated "
         "parameters and buffers are compared with the plain loop on the eager model, bit for bit. "
-        "*same*: every bit agrees. *Under autocast*: both again, the pipeline with "
+        "*same*: every bit agrees. *Second length, masks*: the same Pipeline goes on with a batch of another "
+        "length (9 tokens for 12, 5 in a decoder for 7) or size (32 pixels more a side); another one, whose "
+        "inputs have an attention mask, trains without padding, then with padding, at both lengths; empty "
+        "where the plain model takes neither. *Under autocast*: both again, the pipeline with "
         "`autocast=torch.bfloat16`, the plain loop under `torch.autocast('cpu', torch.bfloat16, "
         "cache_enabled=False)`. *Layers by their own*: modules that were taken as one layer because of "
         "what they do. *Guards*: values that forward read into Python. *Largest stage*: its share of the "
@@ -81,7 +96,7 @@ def _version(name: str) -> str:
 
 
 def _cell(row: Row, field: str) -> str:
-    value = row.get(field, "not run" if field == "autocast_result" else "")
+    value = row.get(field, "not run" if field in RESULT_FIELDS else "")
     if field == "leaves" and value != "":
         return str(len(value))
     if field == "largest_stage" and value != "":
@@ -92,7 +107,8 @@ def _cell(row: Row, field: str) -> str:
 
 def _whys(row: Row) -> list[tuple[str, str]]:
     """Why a network has not the same bits, and when that is, once where both attempts say the same."""
-    found = {row.get("autocast_why"): " under autocast", row.get("why"): ""}
+    further = {row.get("lengths_why"): " at a second length or with masks"}
+    found = further | {row.get("autocast_why"): " under autocast", row.get("why"): ""}
     return [(why, when) for why, when in found.items() if why]
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from network import Batch, Network, normal, table, tokens
+from network import SECOND, Batch, Network, normal, table, tokens
 from torch import nn
 from torchvision import models
 
@@ -45,12 +45,12 @@ def _network(name: str, batch: Callable[..., Batch], *sizes: int, **options: Any
     return Network(name=name, library="torchvision", make=make, batch=batch, skip=skip)
 
 
-def _images(pixels: int, samples: int) -> Batch:
-    return {"x": normal(samples, samples, 3, pixels, pixels)}
+def _images(pixels: int, samples: int, *, second: bool = False) -> Batch:
+    return {"x": normal(samples, samples, 3, *[pixels + SECOND * second] * 2)}
 
 
-def _videos(frames: int, pixels: int, samples: int) -> Batch:
-    return {"x": normal(samples, samples, 3, frames, pixels, pixels)}
+def _videos(frames: int, pixels: int, samples: int, *, second: bool = False) -> Batch:
+    return {"x": normal(samples, samples, 3, frames, *[pixels + SECOND * second] * 2)}
 
 
 class Recurrent(nn.Module):
@@ -106,14 +106,14 @@ def of_torch() -> Iterator[Network]:
     """Networks out of torch.nn alone."""
     encoder = functools.partial(nn.TransformerEncoderLayer, 16, 4, 32)
 
-    def sentences(n: int) -> Batch:
-        return {"x": tokens(n, n, 12)}
+    def sentences(n: int, *, second: bool = False) -> Batch:
+        return {"x": tokens(n, n, 12 - 3 * second)}
 
-    def vectors(n: int) -> Batch:
-        return {"x": normal(n, n, 12, 16)}
+    def vectors(n: int, *, second: bool = False) -> Batch:
+        return {"x": normal(n, n, 12 - 3 * second, 16)}
 
-    def pairs(n: int) -> Batch:
-        return {"src": normal(n, n, 12, 16), "tgt": normal(n + 1, n, 7, 16)}
+    def pairs(n: int, *, second: bool = False) -> Batch:
+        return {"src": normal(n, n, 12 - 3 * second, 16), "tgt": normal(n + 1, n, 7 - 2 * second, 16)}
 
     def time_first() -> nn.Module:
         return nn.Sequential(nn.TransformerEncoder(encoder(), 3, enable_nested_tensor=False))
@@ -121,7 +121,7 @@ def of_torch() -> Iterator[Network]:
     def experts() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), Experts(), nn.Linear(16, 16), Experts(), nn.Linear(16, 4))
 
-    made: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    made: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
         "lstm": (lambda: Recurrent(nn.LSTM), sentences),
         "gru": (lambda: Recurrent(nn.GRU), sentences),
         "lstm_packed": (lambda: PackedRecurrent(nn.LSTM), sentences),
@@ -165,9 +165,9 @@ class Family:
         torch.manual_seed(0)
         return self._build(self.pixels)
 
-    def batch(self, samples: int) -> Batch:
+    def batch(self, samples: int, *, second: bool = False) -> Batch:
         """Pictures."""
-        return {"x": normal(samples, samples, self.channels, self.pixels, self.pixels)}
+        return {"x": normal(samples, samples, self.channels, *[self.pixels + SECOND * second] * 2)}
 
     def _build(self, pixels: int) -> nn.Module:
         timm = import_module("timm")

@@ -2,6 +2,7 @@
 
 `python scripts/coverage` tries them all; these are a few that each hold another trap."""
 
+import dataclasses
 import importlib.util
 import traceback
 
@@ -10,8 +11,8 @@ import language
 import pytest
 import torch
 import vision
-from examine import examine
-from network import Network, normal
+from examine import examine, examine_lengths
+from network import Network, normal, tokens
 from torch import nn
 
 FEW = {  # library -> networks that each hold another trap
@@ -35,6 +36,14 @@ def same(network, autocast):
 @AUTOCAST
 def test_a_network_of_torch(network, autocast):
     assert same(network, autocast)["stages"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", list(vision.of_torch()), ids=lambda network: network.name)
+@pytest.mark.filterwarnings("ignore:the model was recorded anew")
+def test_a_network_of_torch_at_a_second_length(network):
+    row = examine_lengths(network)
+    assert (row["result"], row["why"]) == ("same", "")
 
 
 @pytest.mark.slow
@@ -128,3 +137,74 @@ def test_the_plain_loop_seeds_the_calls_that_draw():
     batch = {"x": normal(0, 8, 4)}
     draws = eager.drawing_calls(model, batch, ["0", "1", "2", "3"], ["first", "second"])
     assert draws == {1: "first", 3: "second"}
+
+
+class Words(nn.Module):
+    """Scores of words without those that a mask hides, and what ``trap`` makes of each."""
+
+    def __init__(self, trap, longest):
+        super().__init__()
+        self.words, self.dropout = nn.Embedding(97, 6), nn.Dropout(0.5)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.trap, self.longest = trap, longest
+
+    def forward(self, input_ids, attention_mask=None):
+        if input_ids.shape[1] > self.longest:
+            raise ValueError("too long")
+        x = self.dropout(self.a(self.words(input_ids)))
+        if attention_mask is not None and not attention_mask.all():
+            x = self.trap(x * attention_mask[..., None], "padding")
+        return self.b(self.trap(x, input_ids.shape[1]))
+
+
+def words(trap, *, longest=9, lengths=(5, 9)):
+    def batch(samples, *, second=False):
+        return {"input_ids": tokens(samples, samples, lengths[second])}
+
+    return Network(name="words", library="test", make=lambda: Words(trap, longest), batch=batch)
+
+
+def only(where):
+    """A trap that multiplies by 2 in the plain loop, ``where`` the network is called so."""
+    return lambda x, place: x * 2 if place == where and caller(None, 1) == 2 else x
+
+
+def refusing(x, place):
+    return x + int(1000 * x.detach().abs().sum()) if place == "padding" else x
+
+
+SECOND = ("second length", "second length with a mask")
+PADDING = ("first with padding", "second length with padding")
+
+
+@pytest.mark.filterwarnings("ignore:the model was recorded anew")
+@pytest.mark.parametrize(
+    ("network", "result", "places"),
+    [
+        (words(only("")), "same", ()),
+        (words(only(9)), "different", SECOND),
+        (words(only("padding")), "different", PADDING[:1]),
+        (words(refusing), "refused", PADDING),
+        (words(only(9), longest=5), "same", ()),
+    ],
+)
+def test_a_second_length_and_masks(network, result, places):
+    row = examine_lengths(network)
+    assert (row["result"], bool(row["why"])) == (result, bool(places))
+    assert [place for place in row["tried"] if f"{place}: " in row["why"]] == [*places]
+
+
+class Short(nn.Module):
+    """Words of one length, without a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.short = Words(only(""), 5)
+
+    def forward(self, input_ids):
+        return self.short(input_ids)
+
+
+def test_a_network_that_takes_one_length_and_no_mask_is_left_out():
+    network = dataclasses.replace(words(only("")), make=Short)
+    assert examine_lengths(network) == {"result": "", "why": "", "tried": []}
