@@ -5,4 +5,5 @@ torch_pipelines.py  the schedules of torch.distributed.pipelining
 data_parallel.py    gradients of DistributedDataParallel, shards of FSDP2
 transformers.py     Trainer of Hugging Face, whose model is cut into stages
 lightning.py        a strategy of Lightning, whose module is cut into stages
+fsspec.py           files through the sample cache, for whatever reads by fsspec
 """

@@ -1,0 +1,131 @@
+"""Files of anything that reads by fsspec, through the sample cache of this machine.
+
+    fsspec.open("penstock::https://host/part-0.parquet")     # or penstock:///mnt/part-0.parquet
+
+A file is a data set whose samples are its blocks. Each time it is opened an epoch begins, in the order of the
+file. Processes that read one file share its blocks. Their stamp is what the file system says of the file
+(size and time, or an ETag): one that changed is read anew."""
+# ruff: noqa: D102 (methods are those of AbstractFileSystem)
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.chained import ChainedFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from ...compression.errors import ConfigError
+from ..data.cached import CacheReader, cache_reader
+
+MOST_FILES = 64  # whose connections to the broker stay
+IN_MEMORY = 4  # blocks that a file keeps while it is open
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).digest()
+
+
+class _Blocks:
+    """Blocks of a file, which are read as samples are."""
+
+    def __init__(self, fs: Any, path: str, block_size: int) -> None:
+        self._fs, self._path, self._block_size = fs, path, block_size
+        self.seen = b""
+
+    def load(self, index: int) -> tuple[bytes, None]:
+        """Read a block."""
+        start = index * self._block_size
+        return self._fs.cat_file(self._path, start=start, end=start + self._block_size), None
+
+    def stamp(self, index: int) -> bytes:
+        """Return a digest of what is known of the file since it was opened."""
+        return self.seen
+
+    def decode(self, index: int, data: bytes) -> bytes:
+        """Return the bytes."""
+        return data
+
+
+class _File(AbstractBufferedFile):
+    """One opened file; the lock is for all that have it open."""
+
+    def __init__(self, fs: Any, path: str, *, size: int, reader: CacheReader, lock: threading.Lock) -> None:
+        self._reader, self._lock = reader, lock
+        few = {"maxblocks": IN_MEMORY}
+        super().__init__(fs, path, "rb", fs.block_size, cache_type="blockcache", cache_options=few, size=size)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        block = self.fs.block_size
+        first, last = start // block, -(-end // block)
+        with self._lock:
+            data = b"".join(self._reader.payloads(range(first, last)))
+            for note in self._reader.take_notes():
+                warnings.warn(note, stacklevel=2)
+        return data[start - first * block : end - first * block]
+
+
+class PenstockFileSystem(ChainedFileSystem):
+    """Reads files of another file system through the broker that ``penstock cache serve`` started.
+
+    Args:
+        target_protocol: the other file system's; ``target_options``: its arguments.
+        fs: the other file system itself, in the place of both.
+        socket: where the broker listens; None: where it does by default.
+        block_size: bytes that are read and kept at once."""
+
+    protocol = "penstock"
+
+    def __init__(
+        self, target_protocol: str | None = None, target_options: dict[str, Any] | None = None,
+        fo: Any = None, *, fs: Any = None, socket: str | Path | None = None, block_size: int = 1 << 20,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**options)
+        self.fs = fs or fsspec.filesystem(target_protocol or "file", **(target_options or {}))
+        self.socket, self.block_size = socket, block_size
+        self._readers: OrderedDict[str, tuple[CacheReader, _Blocks, threading.Lock]] = OrderedDict()
+        self._epochs: dict[str, int] = {}
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        return self.fs.ls(self._there(path), detail=detail, **options)
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        return self.fs.info(self._there(path), **options)
+
+    def _there(self, path: str) -> str:
+        """Return the path in the other file system; a local one begins at the root, as in file:///path."""
+        is_local = isinstance(self.fs, LocalFileSystem) and not path.startswith("/")
+        return f"/{path}" if is_local else path
+
+    def _open(self, path: str, mode: str = "rb", *more: Any, **options: Any) -> Any:
+        if mode != "rb":
+            raise ConfigError(f"penstock:: files are read, found mode {mode}; write to the other file system")
+        path = self._there(path)
+        info, size = self.fs.info(path), self.fs.size(path)
+        if not size:  # none, or nobody knows how many bytes
+            return self.fs.open(path, "rb")
+        name = f"{type(self.fs).__name__} {self.fs.storage_options} {path} {size} {self.block_size}"
+        if (known := self._readers.get(name)) is None:
+            blocks: Any = _Blocks(self.fs, path, self.block_size)
+            reader = cache_reader(
+                blocks, job=f"fsspec {os.getpid()}", num_samples=-(-size // self.block_size), batch_size=1,
+                epochs=None, data=f"fsspec {_digest(name).hex()}", socket=self.socket,
+            )  # fmt: skip
+            known = self._readers[name] = reader, blocks, threading.Lock()
+            if len(self._readers) > MOST_FILES:
+                self._readers.popitem(last=False)[1][0].cache.close()
+        reader, blocks, lock = known
+        self._readers.move_to_end(name)
+        with lock:
+            blocks.seen = _digest(repr(sorted(info.items(), key=str)))
+            self._epochs[name] = epoch = self._epochs.get(name, -1) + 1
+            reader.begin(epoch, lambda _: range(-(-size // self.block_size)), last=False)
+        return _File(self, path, size=size, reader=reader, lock=lock)
