@@ -172,6 +172,20 @@ class EvalConfig:
 
 
 @dataclass
+class DigestConfig:
+    """Digests of what each step leaves, for penstock diff.
+
+    Attributes:
+        every: steps from one line of digests.jsonl to the next; null: none
+    """
+
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, "digest.every", self.every)
+
+
+@dataclass
 class ReplicasConfig:
     """Ranks that share the micro-batches of a stage.
 
@@ -342,6 +356,7 @@ class TrainConfig(PlanConfig):
         min_ranks: fewest ranks to go on with where one is lost again at once; null: all
         cache: a cache of samples that the training jobs of this machine share: cache=shared; none
         checkpoint: when the run writes one, and how many it keeps
+        digest: digests of weights, gradients and optimizer state on record, for penstock diff
         eval: when the run tests, and whether tests end it
         resume: go on from a checkpoint: auto, of the same hydra.run.dir; or the folder of a run or checkpoint
         logger: who else is told of the steps: csv, tensorboard, wandb, or several: logger=[csv,wandb]
@@ -364,6 +379,7 @@ class TrainConfig(PlanConfig):
     min_ranks: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    digest: DigestConfig = field(default_factory=DigestConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     resume: str | None = None
     logger: Any = None

@@ -14,13 +14,14 @@ from ..compression.errors import PenstockError
 from ..pipeline.distributed.launcher import Launched, end
 from . import stopping
 
-COMMANDS = ("train", "plan", "export", "cache")
+COMMANDS = ("train", "plan", "export", "diff", "cache")
 USAGE = """\
 penstock COMMAND [KEY=VALUE ...]
 
   penstock train   train a network across pipeline stages
   penstock plan    show how a network would be cut, and save the plan
   penstock export  write the model of a checkpoint
+  penstock diff    find the first step and layers at which two runs differ
   penstock cache   keep samples in memory for all jobs of this machine, and show who uses them
 
 penstock COMMAND --help lists the options of a command."""

@@ -27,7 +27,7 @@ FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "error_feedback", "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint",
     "resume", "epochs", "max_steps", "detect_anomaly", "nan", "eval", "traceback", "versions", "settings",
-    "max_restarts", "min_ranks", "cache", "data.workers", "data.local", "replicas",
+    "digest", "max_restarts", "min_ranks", "cache", "data.workers", "data.local", "replicas",
     "nodes", "node", "master", "join_deadline", "guard",  # of older checkpoints
 )  # fmt: skip
 # What a plan is made of; where all of it is the same, so is the plan, however long layers took this time.
@@ -117,7 +117,7 @@ def check(config: TrainConfig, notes: Mapping[str, Any], tell: Callable[[str], N
     others = []
     for key in sorted(ours.keys() | theirs.keys()):
         mine, there = ours.get(key, SINCE.get(key)), theirs.get(key)
-        kind = "free" if mine == there else _kind(key, config, mine, there)
+        kind = "free" if mine == there else kind_of(key, config, mine, there)
         if kind == "refused":
             raise ConfigError(
                 f"resume= goes on with the same training, found {key}={mine}, and the checkpoint was made "
@@ -159,8 +159,8 @@ def _both(config: TrainConfig, notes: Mapping[str, Any]) -> tuple[dict[str, Any]
     return dict(flat(dataclasses.asdict(config))), SINCE | dict(flat(notes["config"]))
 
 
-def _kind(key: str, config: TrainConfig, mine: object, there: object) -> str:
-    """Return "free", "said" or "refused"."""
+def kind_of(key: str, config: TrainConfig, mine: object, there: object) -> str:
+    """Return what a changed option does to bits: "free" of any change, "said", or "refused"."""
     group = key.partition(".")[0]
     if config.streams and key in OF_A_STREAM:
         return "refused"

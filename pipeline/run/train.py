@@ -38,7 +38,7 @@ from ..distributed.processes import StartProcess, start_process
 from ..distributed.threads import start_threads
 from ..pipeline import Pipeline
 from ..schedules.replicated import without
-from . import build, console, early, torchrun
+from . import build, console, digests, early, torchrun
 from .bounded import first_values, is_without_memory, make_model, return_freed_memory, write_first_values
 from .determinism import place
 from .logs import JsonLog
@@ -145,6 +145,8 @@ def build_run(
         source.compare(config, plan, console.warn)
     config.stages = plan.num_stages
     check_batches(config, plan, samples)
+    if config.digest.every:
+        digests.check_plan(plan)
     if is_without_memory(config, folder) and plan.num_ranks > 1:
         return plan, None
     try:

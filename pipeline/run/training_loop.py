@@ -35,6 +35,7 @@ from ..runtime.evaluation import Means
 from ..runtime.report import Report
 from . import console
 from .checkpoints import Checkpoints, keeping, write_model
+from .digests import record_digests
 from .logs import JsonLog, Loggers, shares_log
 from .metrics import Totals, numbers_of_test, step_line, summarise
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
@@ -292,7 +293,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         if judge.test(test, pipe.num_steps) and config.checkpoint.best:
             kept.best()
 
-    num_steps, first = count_steps(config, samples), pipe.rank == 0
+    num_steps, first, every = count_steps(config, samples), pipe.rank == 0, config.digest.every
     totals = Totals(num_stages=plan.num_stages)
     mark = folder.mark() if first else None
     with console.Training(num_steps, shown=first) as progress:
@@ -309,6 +310,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         best_step = judge.best_step if config.checkpoint.best else 0
         with (
             JsonLog(path, tell=tell, first=pipe.num_steps) as metrics,
+            JsonLog(folder.digests if first and every else None, tell=tell, first=pipe.num_steps) as digests,
             shares_log(pipe, folder.shares if first else None, tell=tell) as log_shares,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell, best_step=best_step) as kept,
@@ -319,6 +321,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             kept.notes = lambda: {"config": options, "totals": vars(totals), "judge": judge.state()}
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
             see += [foretell(plan, tell), overrun(plan, tell)]
+            see += [record_digests(pipe, digests, every=every, tell=tell)] if every else []
             see += [loggers.step, judge.step, kept.after]
             see += [lambda report: stop(report.asked) if report.asked else None, log_shares]
             test = run_epochs(pipe, ahead, batches, judge, see=see, between=between, tested=tested)

@@ -1,0 +1,171 @@
+"""Digests of a training on record, and the first step at which two runs differ.
+
+A line of ``digests.jsonl`` has the loss of a step, and by the model's own names what there is after it:
+digests of each parameter or buffer, of its gradient, and of the optimizer's state of it. They are those of
+the plain loop, so two runs that cut, schedule and pack in other ways have the same lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from omegaconf import OmegaConf
+
+from ...compression.errors import ConfigError
+from ..runtime.report import Report
+from .logs import JsonLog
+from .metrics import read_lines
+from .resume import flat, kind_of
+from .run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from ...stages.plan.plan import Plan
+    from ..pipeline import Pipeline
+
+KINDS = ("weights", "gradients", "optimizer state")
+"""What the three digests of a name are of, in their order."""
+
+
+def digest_of(item: Any) -> str:
+    """64 bits (xxh3) of a tensor's elements, dtype, shape and strides, or of another value as it is shown."""
+    if not isinstance(item, torch.Tensor):
+        return xxhash.xxh3_64_hexdigest(repr(item).encode())
+    strided = item.layout is torch.strided
+    layout, dense = (item.stride(), item) if strided else (item.layout, item.to_dense())
+    hashed = xxhash.xxh3_64(f"{item.dtype} {tuple(item.shape)} {layout}".encode())
+    hashed.update(dense.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
+def digests_of(pipe: Pipeline) -> dict[str, list[str | None]]:
+    """By name what this rank holds: its digest, that of its gradient and of its optimizer's state. Of
+    replicas that divide the update, only the owner has the last two."""
+    groups = [(one, group) for one in pipe.update.optimizers.values() for group in one.param_groups]
+    states = {id(p): one.state.get(p, {}) for one, group in groups for p in group["params"]}
+    found: dict[str, list[str | None]] = {}
+    for name, tensor in pipe.state.held.items():
+        found[name] = [digest_of(tensor), None, None]
+        if (state := states.get(id(tensor))) is not None:
+            parts = [f"{key} {digest_of(state[key])}" for key in sorted(state)]
+            found[name][1:] = [digest_of(tensor.grad), digest_of(parts) if parts else None]
+    return found
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse digests of a training that has no moment at which all of it is there; raises ConfigError."""
+    away = [stage.parameters_tier for stage in plan.stages if stage.parameters_tier != "device"]
+    if away or plan.streams:
+        found = f"memory.parameters={away[0]}" if away else f"weights={plan.weights}"
+        raise ConfigError(
+            f"digest.every= reads weights and gradients behind a step, found {found}, where they are not all "
+            "there then; leave out either"
+        )
+
+
+def record_digests(
+    pipe: Pipeline, log: JsonLog, *, every: int, tell: Callable[[str], None]
+) -> Callable[[Report], None]:
+    """Return what writes a line behind every so manyth step; collective."""
+
+    def see(report: Report) -> None:
+        if (report.step + 1) % every:
+            return
+        rows = [digests_of(pipe)]
+        if not pipe.world.is_alone:
+            rows = pipe.world.all_gather_json(rows[0], at="the digests of a step")
+        values: dict[str, list[str | None]] = {}
+        for rank, row in enumerate(rows):
+            for name, digests in row.items():
+                known = values.setdefault(name, digests)
+                pairs = [*zip(known, digests, strict=True)]
+                for kind, (one, other) in zip(KINDS, pairs, strict=True):
+                    if None not in (one, other) and one != other:
+                        tell(f"step {report.step}: replicas part: {kind} of {name} on rank {rank}")
+                values[name] = [one or other for one, other in pairs]
+        loss = None if report.loss is None else float(report.loss).hex()
+        ordered = {name: values[name] for name in (*pipe.state.keys, *values) if name in values}
+        log.append({"step": report.step, "loss": loss, "values": ordered})
+
+    return see
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Of two runs the first step on record that differs, and the last one before it, None if there is none;
+    by kind the names that differ there, in the model's order; the losses if they differ."""
+
+    step: int
+    same: int | None
+    names: Mapping[str, list[str]]
+    losses: tuple[str, str] | None
+
+    def __str__(self) -> str:
+        before = "no earlier one is on record" if self.same is None else f"step {self.same} is the same"
+        lines = [f"step {self.step} is the first that differs; {before}"]
+        lines += ["  the loss: {} and {}".format(*self.losses)] if self.losses else []
+        for kind, names in self.names.items():
+            ends = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            lines.append(f"  {kind}: {len(names)} differ, {ends}")
+        return "\n".join([*lines, f"  {self.reason}"])
+
+    @property
+    def reason(self) -> str:
+        """Where in a step the runs part, by what comes first in it: forward, backward, update."""
+        if self.same != (self.step - 1 if self.step else None):
+            return f"not every step up to {self.step} is on record: train again with digest.every=1"
+        if self.losses:
+            return "the forward parts, or its batch: " + (
+                "the weights before it were the same" if self.step else "no weights before it are on record"
+            )
+        if gradients := self.names.get("gradients"):
+            return f"the backward parts, or its targets: the gradient of {gradients[-1]} came first"
+        return "the update parts: its gradients were the same"
+
+
+def first_difference(one: Path, other: Path) -> tuple[Difference | None, int]:
+    """Compare the digests of two runs; return also how many steps both have on record.
+
+    Raises:  ConfigError: a run has none, or no step of the other's, or is of another model."""
+    found = [{line["step"]: line for line in _lines(folder)} for folder in (one, other)]
+    steps, same = sorted(found[0].keys() & found[1].keys()), None
+    if not steps:
+        raise ConfigError(f"{one} and {other} have no step in common on record; train with digest.every=1")
+    for step in steps:
+        ours, theirs = (lines[step] for lines in found)
+        if odd := ours["values"].keys() ^ theirs["values"].keys():
+            raise ConfigError(f"{one} and {other} trained other models: one alone has {min(odd)}")
+        pairs = [(name, a, theirs["values"][name]) for name, a in ours["values"].items()]
+        differ = {kind: [name for name, a, b in pairs if a[n] != b[n]] for n, kind in enumerate(KINDS)}
+        names = {kind: found for kind, found in differ.items() if found}
+        a, b = (loss and float.fromhex(loss) for loss in (ours["loss"], theirs["loss"]))
+        losses = None if ours["loss"] == theirs["loss"] else (str(a), str(b))
+        if names or losses:
+            return Difference(step=step, same=same, names=names, losses=losses), len(steps)
+        same = step
+    return None, len(steps)
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    path = RunFolder(path=folder).digests
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {path.name}; train with digest.every=10")
+    return read_lines(path)
+
+
+def options_that_differ(one: Path, other: Path) -> Iterator[tuple[str, str]]:
+    """Yield options in which two runs differ, as KEY=A and B, each with what it does to bits."""
+    files: Any = [
+        OmegaConf.to_container(OmegaConf.load(RunFolder(path=folder).config)) for folder in (one, other)
+    ]
+    ours, theirs = (dict(flat(options)) for options in files)
+    config = RunFolder(path=one).read_config()
+    says = {"free": "changes no bit", "said": "changes bits by its nature", "refused": "is another training"}
+    for key in sorted(ours.keys() | theirs.keys()):
+        a, b = ours.get(key), theirs.get(key)
+        if a != b:
+            held = key.partition(".")[0] in ("versions", "settings")
+            yield f"{key}={a} and {b}", "may change bits" if held else says[kind_of(key, config, a, b)]

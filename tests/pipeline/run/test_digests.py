@@ -1,0 +1,150 @@
+"""Digests on record: the same for every layout, another from the step and the layer on where something is."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import answer, refusal, trained
+
+from penstock.pipeline.run import digests
+from penstock.pipeline.run.digests import digest_of
+
+PLANTED = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.2),
+                         nn.ReLU(), nn.Linear(16, 4))
+
+def data(wrong=None):
+    draw = torch.Generator().manual_seed(5)
+    x, y = torch.randn(64, 12, generator=draw), torch.randint(4, (64,), generator=draw)
+    if wrong is not None:
+        y[wrong] = (y[wrong] + 1) % 4
+    table = torch.utils.data.TensorDataset(x, y)
+    return table, table
+"""
+JOB = (
+    "model._target_=mine.Net data._target_=mine.data batch_size=8 micro_batches=4 epochs=2 threads=1 "
+    "optimizer=adamw digest.every=1 codec=raw"
+)
+
+
+@pytest.fixture(autouse=True)
+def planted():
+    Path("mine.py").write_text(PLANTED)
+
+
+def steps_of(folder):
+    return [json.loads(line) for line in Path(folder, "digests.jsonl").read_text().splitlines()]
+
+
+def diff(capture, *folders):
+    capture.readouterr()
+    return answer(f"diff {' '.join(folders)}", capture)[:2]
+
+
+def test_lines_are_those_of_every_layout_and_go_on_with_a_run(capfd):
+    trained(f"{JOB} ranks=1 stages=1 hydra.run.dir=plain")
+    assert [line["step"] for line in steps_of("plain")] == list(range(16))
+    values = steps_of("plain")[0]["values"]
+    assert None not in values["0.weight"]
+    assert values["1.running_mean"][1:] == [None, None]
+    trained(f"{JOB} ranks=1 stages=3 schedule=gpipe memory.tier=packed hydra.run.dir=cut")
+    threads = "ranks=2 replicas.count=2 replicas.exact=true replicas.sharded=true replicas.threads=true"
+    trained(f"{JOB} {threads} hydra.run.dir=replicas")
+    trained(f"{JOB} ranks=1 stages=2 checkpoint.every=5 checkpoint.keep=9 hydra.run.dir=half")
+    for left in ("summary.json", "model.safetensors"):  # as a run that was killed behind step 12
+        Path("half", left).unlink()
+    shutil.rmtree("half/checkpoints/step_00000015")
+    trained(f"{JOB} ranks=1 stages=2 checkpoint.every=5 resume=auto hydra.run.dir=half")
+    for other in ("cut", "replicas", "half"):
+        assert steps_of(other) == steps_of("plain"), other
+        code, shown = diff(capfd, "plain", other)
+        assert code == 0
+        assert "the same digests in all 16 steps" in shown
+        assert "another training" not in shown
+    trained(f"{JOB} ranks=1 digest.every=5 hydra.run.dir=sparse")
+    assert [line["step"] for line in steps_of("sparse")] == [4, 9, 14]
+    assert diff(capfd, "plain", "sparse")[0] == 0
+
+
+def test_one_wrong_label_is_found_at_its_step_and_where_gradients_begin(capfd):
+    trained(f"{JOB} ranks=1 stages=2 hydra.run.dir=right")
+    trained(f"{JOB} ranks=1 stages=2 data.wrong=20 hydra.run.dir=wrong")
+    pairs = zip(steps_of("right"), steps_of("wrong"), strict=True)
+    first = next(number for number, (one, other) in enumerate(pairs) if one != other)
+    assert first > 0
+    code, shown = diff(capfd, "right", "wrong")
+    assert code == 1
+    assert f"step {first} is the first that differs; step {first - 1} is the same" in shown
+    assert "the forward parts, or its batch: the weights before it were the same" in shown
+    assert "data.wrong=None and 20: is another training" in shown
+
+
+def changed(folder, step, name, kind):
+    """A copy of the lines in which one digest is another from a step on."""
+    rows = steps_of(folder)
+    for row in rows[step:]:
+        row["values"][name][kind] = "0" * 16
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+def test_what_differs_first_is_said(capfd):
+    for name in ("one", "other"):
+        trained(f"{JOB} ranks=1 hydra.run.dir={name}")
+    lines = Path("other/digests.jsonl")
+    whole = lines.read_text()
+    lines.write_text(changed("one", 7, "3.weight", 1))
+    assert (
+        "the backward parts, or its targets: the gradient of 3.weight came first"
+        in diff(capfd, "one", "other")[1]
+    )
+    lines.write_text(changed("one", 7, "3.weight", 2))
+    assert "the update parts: its gradients were the same" in diff(capfd, "one", "other")[1]
+    lines.write_text("".join(changed("one", 7, "3.weight", 1).splitlines(keepends=True)[::4]))
+    assert "not every step up to 8 is on record" in diff(capfd, "one", "other")[1]
+    lines.write_text(whole.replace('"3.bias"', '"4.bias"'))
+    assert "trained other models: one alone has 3.bias" in refusal("one other", capfd, name="diff")
+
+
+def test_replicas_that_part_are_told_with_their_step_and_name(capfd, monkeypatch):
+    of_rank = digests.digests_of
+
+    def other(pipe):
+        found = of_rank(pipe)
+        if pipe.rank == 1 and pipe.num_steps == 3:
+            found["3.weight"][1] = "0" * 16
+        return found
+
+    monkeypatch.setattr(digests, "digests_of", other)
+    trained(f"{JOB} ranks=2 replicas.count=2 replicas.threads=true hydra.run.dir=parted")
+    told = [line for line in "".join(capfd.readouterr()).splitlines() if "replicas part" in line]
+    assert [line.partition("step")[1:] for line in told] == [
+        ("step", " 2: replicas part: gradients of 3.weight on rank 1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("memory.parameters=disk", "found memory.parameters=disk"),
+        ("schedule=async_1f1b weights=stashed", "found weights=stashed"),
+        ("digest.every=0", "digest.every=0 must be 1 or more"),
+    ],
+)
+def test_what_has_no_moment_to_be_digested_is_refused(options, said, capfd):
+    job = JOB.replace("digest.every=1", "") if "digest" in options else JOB
+    assert said in refusal(f"{job} ranks=1 stages=2 {options} hydra.run.dir=none", capfd)
+
+
+def test_a_digest_sees_bits_dtype_shape_and_layout():
+    x = torch.arange(6.0).reshape(2, 3)
+    others = [x.double(), x.reshape(3, 2), x.t().contiguous().t(), x.neg(), x.to_sparse(), None, 1.0, "x"]
+    assert len({digest_of(one) for one in (x, *others)}) == 9
+    assert digest_of(torch.tensor(0.0)) != digest_of(torch.tensor(-0.0))
+    assert digest_of(x.clone()) == digest_of(x)
