@@ -114,7 +114,7 @@ class Difference:
 
     @property
     def reason(self) -> str:
-        """Where in a step the runs part, by what comes first in it: forward, backward, update."""
+        """Place in a step at which the runs part, by what comes first in it: forward, backward, update."""
         if self.same != (self.step - 1 if self.step else None):
             return f"not every step up to {self.step} is on record: train again with digest.every=1"
         if self.losses:
