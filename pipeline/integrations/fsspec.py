@@ -3,8 +3,8 @@
     fsspec.open("penstock::https://host/part-0.parquet")     # or penstock:///mnt/part-0.parquet
 
 A file is a data set whose samples are its blocks. Each time it is opened an epoch begins, in the order of the
-file. Processes that read one file share its blocks. Their stamp is what the file system says of the file
-(size and time, or an ETag): one that changed is read anew."""
+file. Processes that read one file share its blocks. Its name has what the file system says of the file (size
+and time, or an ETag), so that one that changed is read anew."""
 # ruff: noqa: D102 (methods are those of AbstractFileSystem)
 
 from __future__ import annotations
@@ -25,20 +25,15 @@ from fsspec.spec import AbstractBufferedFile
 from ...compression.errors import ConfigError
 from ..data.cached import CacheReader, cache_reader
 
-MOST_FILES = 64  # whose connections to the broker stay
+MOST_FILES = 256  # whose connections to the broker stay, and so their blocks
 IN_MEMORY = 4  # blocks that a file keeps while it is open
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).digest()
-
-
 class _Blocks:
-    """Blocks of a file, which are read as samples are."""
+    """Blocks of a file as it is now, which are read as samples are."""
 
     def __init__(self, fs: Any, path: str, block_size: int) -> None:
         self._fs, self._path, self._block_size = fs, path, block_size
-        self.seen = b""
 
     def load(self, index: int) -> tuple[bytes, None]:
         """Read a block."""
@@ -46,12 +41,22 @@ class _Blocks:
         return self._fs.cat_file(self._path, start=start, end=start + self._block_size), None
 
     def stamp(self, index: int) -> bytes:
-        """Return a digest of what is known of the file since it was opened."""
-        return self.seen
+        """Return nothing: what is known of the file is in the name of the data."""
+        return b""
 
     def decode(self, index: int, data: bytes) -> bytes:
         """Return the bytes."""
         return data
+
+
+def _name_of(fs: Any, path: str, info: dict[str, Any], block_size: int) -> str:
+    """Return a name that a file has in all processes, and another one once it has changed."""
+    try:
+        home = fs.to_json()
+    except (TypeError, ValueError, NotImplementedError):  # made of what has no name elsewhere
+        home = f"{os.getpid()} {id(fs)}"
+    text = f"{home} {path} {sorted(info.items(), key=str)} {block_size}"
+    return f"fsspec {hashlib.blake2b(text.encode(errors='surrogateescape'), digest_size=16).hexdigest()}"
 
 
 class _File(AbstractBufferedFile):
@@ -91,8 +96,8 @@ class PenstockFileSystem(ChainedFileSystem):
         super().__init__(**options)
         self.fs = fs or fsspec.filesystem(target_protocol or "file", **(target_options or {}))
         self.socket, self.block_size = socket, block_size
-        self._readers: OrderedDict[str, tuple[CacheReader, _Blocks, threading.Lock]] = OrderedDict()
-        self._epochs: dict[str, int] = {}
+        self._readers: OrderedDict[str, tuple[CacheReader, threading.Lock]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         return self.fs.ls(self._there(path), detail=detail, **options)
@@ -109,23 +114,29 @@ class PenstockFileSystem(ChainedFileSystem):
         if mode != "rb":
             raise ConfigError(f"penstock:: files are read, found mode {mode}; write to the other file system")
         path = self._there(path)
-        info, size = self.fs.info(path), self.fs.size(path)
-        if not size:  # none, or nobody knows how many bytes
+        info = self.fs.info(path)
+        if not (size := info.get("size")):  # none, or nobody knows how many bytes
             return self.fs.open(path, "rb")
-        name = f"{type(self.fs).__name__} {self.fs.storage_options} {path} {size} {self.block_size}"
-        if (known := self._readers.get(name)) is None:
+        num_blocks = -(-size // self.block_size)
+        with self._lock:
+            reader, lock = self._reader_of(_name_of(self.fs, path, info, self.block_size), path, num_blocks)
+        with lock:
+            epoch = 0 if reader.epoch is None else reader.epoch + 1
+            reader.begin(epoch, lambda _: range(num_blocks), last=False)
+        return _File(self, path, size=size, reader=reader, lock=lock)
+
+    def _reader_of(self, name: str, path: str, num_blocks: int) -> tuple[CacheReader, threading.Lock]:
+        """Return the reader of a file, and the lock of all that have it open; of too many, one is closed."""
+        if name not in self._readers:
             blocks: Any = _Blocks(self.fs, path, self.block_size)
             reader = cache_reader(
-                blocks, job=f"fsspec {os.getpid()}", num_samples=-(-size // self.block_size), batch_size=1,
-                epochs=None, data=f"fsspec {_digest(name).hex()}", socket=self.socket,
+                blocks, job=f"fsspec {os.getpid()}", num_samples=num_blocks, batch_size=1, epochs=None,
+                data=name, socket=self.socket,
             )  # fmt: skip
-            known = self._readers[name] = reader, blocks, threading.Lock()
+            self._readers[name] = reader, threading.Lock()
             if len(self._readers) > MOST_FILES:
-                self._readers.popitem(last=False)[1][0].cache.close()
-        reader, blocks, lock = known
+                oldest, lock = self._readers.popitem(last=False)[1]
+                with lock:
+                    oldest.cache.close()
         self._readers.move_to_end(name)
-        with lock:
-            blocks.seen = _digest(repr(sorted(info.items(), key=str)))
-            self._epochs[name] = epoch = self._epochs.get(name, -1) + 1
-            reader.begin(epoch, lambda _: range(-(-size // self.block_size)), last=False)
-        return _File(self, path, size=size, reader=reader, lock=lock)
+        return self._readers[name]

@@ -208,8 +208,7 @@ class Client:
         """Begin without a connection; a child does at once, or it would keep its killed parent's alive."""
         self._link: Link | None = None
         self._begin_here()
-        this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: (client := this()) and client._begin_here())
+        _CLIENTS.add(self)
 
     def _begin_here(self) -> None:
         """Close, in a child, the copies of what belongs to the parent."""
@@ -280,6 +279,10 @@ class Client:
         if not self._has_told:
             self._has_told = True
             self._tell(f"training goes on without the sample cache: {why}")
+
+
+_CLIENTS = weakref.WeakSet[Client]()
+os.register_at_fork(after_in_child=lambda: [client._begin_here() for client in list(_CLIENTS)])
 
 
 def state_of(path: Path, *, timeout: float) -> dict[str, Any]:

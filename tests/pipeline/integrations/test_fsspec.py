@@ -1,7 +1,10 @@
 """Files of fsspec through a broker: the same bytes, read from storage less often."""
 
+import os
 import subprocess
 import sys
+import tarfile
+import threading
 from typing import Any
 
 import fsspec
@@ -85,6 +88,23 @@ def test_more_files_than_connections_and_none_of_a_broker(storage, tmp_path, mon
         fs = through(storage, tmp_path / "socket")
         for _ in range(2):
             assert fs.cat(list(parts)) == parts
+        assert 10 < len(storage.reads) <= 20  # the blocks of a file go with its connection
+        errors = []
+
+        def read(number):
+            try:
+                for turn in range(20):
+                    path = f"/{(number + turn) % 5}"
+                    assert fs.cat_file(path) == parts[path]
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
     alone = through(storage, tmp_path / "nobody")
     with pytest.warns(UserWarning, match="goes on without the sample cache: .*nobody has no broker"):
         assert alone.cat_file("/3") == parts["/3"]
@@ -94,6 +114,18 @@ def test_more_files_than_connections_and_none_of_a_broker(storage, tmp_path, mon
         alone.open("/3", "wb")
     with pytest.raises(FileNotFoundError):
         alone.open("/none")
+
+
+def test_a_member_of_another_archive_is_another_file(tmp_path):
+    with broker_thread(tmp_path / "socket", Lru(1 << 20)):
+        for letter in ("a", "b"):
+            (tmp_path / "member").write_bytes(letter.encode() * 3)
+            os.utime(tmp_path / "member", (0, 0))
+            with tarfile.open(tmp_path / f"{letter}.tar", "w") as archive:
+                archive.add(tmp_path / "member", "member")
+        for letter in ("a", "b", "a"):
+            fs = through(fsspec.filesystem("tar", fo=str(tmp_path / f"{letter}.tar")), tmp_path / "socket")
+            assert fs.cat_file("member") == letter.encode() * 3
 
 
 READER = """
