@@ -302,10 +302,12 @@ class PlanConfig:
             at_least(1, name, getattr(self, name))
         at_least(0, "seed", self.seed)
         count_or_auto("extra_in_flight", self.extra_in_flight)
-        paths = (
-            self.recompute if isinstance(self.recompute, list) else [] if self.recompute is False else [""]
-        )
-        if self.recompute is not True and not all(isinstance(path, str) and path for path in paths):
+        if isinstance(self.recompute, list):
+            self.recompute = [str(path) if type(path) is int else path for path in self.recompute]
+        modules = isinstance(self.recompute, list) and self.recompute != []
+        if not isinstance(self.recompute, bool) and not (
+            modules and all(isinstance(path, str) and path for path in self.recompute)
+        ):
             raise ConfigError(
                 f"recompute={self.recompute} must be true, false or a list of modules, as [layer3,layer4.*]"
             )

@@ -59,11 +59,13 @@ def _named_parts(profile: Profile, paths: Sequence[str]) -> tuple[str, ...]:
     """Check the paths of parts that run again."""
     if isinstance(paths, str):
         raise PlanError(
-            f"recompute is true, false or a list of module paths, found {paths!r}; write [{paths}]"
+            f"recompute is true, false or a list of module paths, found {paths!r}; write [{paths!r}]"
         )
+    if not paths:
+        raise PlanError("recompute names one module at least, found []; take recompute=false for none")
     for path in paths:
         if not path or all(part_of(layer.module, [path]) is None for layer in profile.layers):
-            raise PlanError(f"recompute names paths of modules, found {path}; {_close(path, profile)}")
+            raise PlanError(f"recompute names paths of modules, found {path!r}; {_close(path, profile)}")
     return tuple(paths)
 
 

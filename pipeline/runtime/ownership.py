@@ -164,7 +164,8 @@ def make_stages(
             weights=versions_of(
                 policy, parameters, stage=index, num_stages=num_stages, options=stores, mirror=mirror
             ),
-            weights_first=plan.weights_first, recompute=planned.recompute, device=devices[index], guard=guard,
+            weights_first=plan.weights_first, recompute=planned.recompute, written=steps.written,
+            device=devices[index], guard=guard,
         )  # fmt: skip
     return found
 

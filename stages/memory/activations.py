@@ -41,6 +41,9 @@ class KeepOnDevice:
     def ready(self, micro_batch: int) -> None:
         """A backward of ``micro_batch`` begins."""
 
+    def halfway(self, micro_batch: int) -> None:
+        """The first half of a backward is over, and the second comes later."""
+
     def drop(self, micro_batch: int) -> None:
         """Forget what ``micro_batch`` saved: after its backward, or when the step failed."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -109,13 +109,6 @@ def new_bytes(num_bytes: int, address: int, device: torch.device = CPU) -> Bytes
     if storage.data_ptr() % ALIGNMENT != address:
         storage = torch.UntypedStorage(num_bytes + ALIGNMENT, device=device)
     return Bytes(storage, (address - storage.data_ptr()) % ALIGNMENT)
-
-
-def copied(item: Any) -> Any:
-    """Return a tensor with the same strides in a copy of its storage; what is no tensor, as it is."""
-    if not isinstance(item, Tensor):
-        return item
-    return view_of(item).over(Bytes(item.untyped_storage().clone(), 0)).requires_grad_(item.requires_grad)
 
 
 def bytes_around(start: int, tensor: Tensor) -> Bytes:

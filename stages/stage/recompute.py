@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ...compression.errors import StageError
 from ..memory.activations import KeepOnDevice
-from ..memory.saved_storage import copied, refuse_written
+from ..memory.saved_storage import Bytes, refuse_written, view_of
 from ..memory.saved_tensor_hooks import ParameterFilter
-from ..torch_private import preserve_version_counter, version_of
+from ..torch_private import memory_id, preserve_version_counter, version_of
 from ..tracing.layers import Layer, Parts, is_local, part_of, tensors_read
 from .value_routing import Route, reads
 
@@ -31,11 +31,11 @@ Look = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 class Section(NamedTuple):
-    """Layers of a stage that run again together, up to ``last``; ``route`` has only them, and ``buffers`` are
-    those that they read."""
+    """Layers of a stage that run again together; ``route`` has only them, ``changes`` are the values that
+    enter and are written to by a layer, ``buffers`` those that they read."""
 
     route: Route
-    last: Layer
+    changes: Sequence[int]
     buffers: Sequence[Tensor]
 
 
@@ -59,9 +59,12 @@ def sections(route: Route, parts: Parts, recompute: bool | Sequence[str]) -> dic
             asks=tuple(n for n in entering if not record.values[n].parameter),
             tied=tuple(n for n in entering if record.values[n].parameter),
         )
+        changes = [
+            n for n in entering if any(w != record.values[n].producer for w, _ in record.values[n].writers)
+        ]
         named = (tensor for layer in layers for _, tensor in tensors_read(layer.node, parts))
         buffers = {id(t): t for t in named if not isinstance(t, nn.Parameter) and t.numel()}
-        found[layers[0].name] = Section(alone, layers[-1], list(buffers.values()))
+        found[layers[0].name] = Section(alone, changes, list(buffers.values()))
     return found
 
 
@@ -77,10 +80,11 @@ class Forward(NamedTuple):
 class RecomputedActivations(KeepOnDevice):
     """Saved tensors of sections are dropped; of those that run again the last is there, and no other."""
 
-    def __init__(self, parameters: ParameterFilter, *, ahead: bool) -> None:
-        """``ahead``: all there is runs again as a backward begins, else a section when it is asked for."""
+    def __init__(self, parameters: ParameterFilter, written: Sequence[Tensor], *, ahead: bool) -> None:
+        """``ahead``: all there is runs again as a backward begins, else a section when it is asked for.
+        ``written``: the buffers to which forwards write, wherever."""
         super().__init__()
-        self._filter, self._ahead = parameters, ahead
+        self._filter, self._written, self._ahead = parameters, written, ahead
         self._runs = dict[int, list[_Run]]()
         self._hooks = contextlib.ExitStack()
         self._forward: Forward | None = None
@@ -103,11 +107,11 @@ class RecomputedActivations(KeepOnDevice):
         """Between two layers: a section may end, or begin."""
         forward = self._forward
         assert forward is not None, "layers run inside of a forward"
-        if self._now and done is self._now[-1].section.last:
+        if self._now and done is self._now[-1].section.route.visits[-1].layer:
             self._hooks.close()
             self._now[-1].end()
         if following is not None and (section := forward.sections.get(following.name)) is not None:
-            run = _Run(section, forward, self._filter, self._now)
+            run = _Run(section, forward, self._filter, written=self._written, beside=self._now)
             self._now.append(run)
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(run.leave, operator.call))
 
@@ -116,6 +120,10 @@ class RecomputedActivations(KeepOnDevice):
             for run in self._runs[micro_batch]:
                 run.recompute()
 
+    def halfway(self, micro_batch: int) -> None:
+        for run in self._runs[micro_batch] if not self._ahead else ():
+            run.forget()
+
     def drop(self, micro_batch: int) -> None:
         self._runs.pop(micro_batch, []).clear()
 
@@ -123,37 +131,47 @@ class RecomputedActivations(KeepOnDevice):
 class _Run:
     """A section that ran: what entered it, the geometry of what it saved, and from its second run on that.
 
-    ``beside``: all runs of the same forward."""
+    ``written``: buffers to which forwards write; ``beside``: all runs of the same forward."""
 
     def __init__(
-        self, section: Section, forward: Forward, parameters: ParameterFilter, beside: Sequence[_Run]
-    ) -> None:
-        self.section, self._again, self._beside = section, forward.run, beside
-        known, values = section.route.record.values, forward.values
-        entered = {n: values[n] for n in section.route.inputs if n in values}
-        self._entered = {
-            n: item if known[n].parameter else _held(item, changes=bool(known[n].writers))
-            for n, item in entered.items()
+        self, section: Section, forward: Forward, parameters: ParameterFilter, *,
+        written: Sequence[Tensor], beside: Sequence[_Run],
+    ) -> None:  # fmt: skip
+        self.section, self._again, self._beside, self._written = section, forward.run, beside, written
+        entered = {n: forward.values[n] for n in section.route.inputs if n in forward.values}
+        self._tied = {n: entered.pop(n) for n in section.route.tied if n in entered}
+        memory = {memory_id(buffer) for buffer in written}  # of which a layer may return its own
+        of_buffers = (n for n, x in entered.items() if isinstance(x, Tensor) and memory_id(x) in memory)
+        self._changes = [*section.changes, *of_buffers]
+        self._entered = _copies(entered, self._changes)
+        tensors = {
+            n: x for n, x in self._entered.items() if isinstance(x, Tensor) and x.layout is torch.strided
         }
-        tied = (self._entered[n] for n in section.route.tied if n in self._entered)
-        self._parameters = parameters.also(tied)
+        shared = (x for n, x in tensors.items() if memory_id(x) == memory_id(entered[n]))
+        self._versions = [(x, version_of(x)) for x in shared]
+        self._parameters = parameters.also(self._tied.values())
         self._over = False
-        self._looks: list[Look] = []
-        self._made: list[tuple[Tensor, int]] = []  # with torch's count of the writes to them
+        self._looks: list[Look | None] = []  # None: of a parameter, which stays
+        self._made: list[tuple[Tensor, int] | None] = []  # with torch's count of the writes to them
         with torch.no_grad():
             self._before = [(buffer, buffer.clone()) for buffer in section.buffers]
 
     def leave(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Autograd saves ``tensor`` in the first run; returns what it keeps in its place."""
-        if self._parameters.holds(tensor):
+        stays = self._parameters.holds(tensor)
+        self._looks.append(None if stays else _look(tensor))
+        if stays:
             return self._parameters.untouched(tensor)
-        self._looks.append(_look(tensor))
         return functools.partial(self._give, len(self._looks) - 1)
 
     def end(self) -> None:
-        """The first run is over: keep as they were only the buffers that it wrote to."""
-        self._over = True
-        self._before = [(b, was) for b, was in self._before if not _same(b, was)]
+        """The first run is over: keep as they were only the buffers that somebody writes to."""
+        self._over, known = True, {id(buffer) for buffer in self._written}
+        self._before = [(b, was) for b, was in self._before if id(b) in known or not _same(b, was)]
+
+    def forget(self) -> None:
+        """Drop what the second run saved; it may run again."""
+        self._made = []
 
     def recompute(self) -> None:
         """The second run, with buffers as they were ahead of the first, and left as they are now."""
@@ -162,7 +180,9 @@ class _Run:
         if self._made:
             return
         for other in self._beside:
-            other._made = []
+            other.forget()
+        for item, version in self._versions:
+            refuse_written(version, version_of(item))
         buffers = tuple(buffer for buffer, _ in self._before)
         with torch.no_grad():
             now = [buffer.clone() for buffer in buffers]
@@ -170,38 +190,47 @@ class _Run:
             try:
                 _fill(self._before)
                 with torch.autograd.graph.saved_tensors_hooks(self._keep, _not_read):
-                    self._again(dict(self._entered), self.section.route)
+                    self._again(_copies(self._entered, self._changes) | self._tied, self.section.route)
             finally:
                 _fill(list(zip(buffers, now, strict=True)))
         if len(self._made) != len(self._looks):
             raise _other(f"saved {len(self._made)} tensors", f"{len(self._looks)}")
-        for made, version in self._made:
+        for made, version in filter(None, self._made):
             refuse_written(version, version_of(made))
 
     def _keep(self, tensor: Tensor) -> None:
-        if self._parameters.holds(tensor):
-            return
         number = len(self._made)
-        if number >= len(self._looks) or self._looks[number] != _look(tensor):
-            before = self._looks[number][1] if number < len(self._looks) else "nothing"
-            raise _other(f"saved a tensor of shape {tuple(tensor.shape)}", f"{before}")
-        self._made.append((tensor.detach(), version_of(tensor)))
+        look = self._looks[number] if number < len(self._looks) else ()
+        if look not in (None, _look(tensor)):
+            before = f"{look[1]}" if look else "nothing"
+            raise _other(f"saved a tensor of shape {tuple(tensor.shape)}", before)
+        self._made.append(None if look is None else (tensor.detach(), version_of(tensor)))
 
     def _give(self, number: int) -> Tensor:
         if not self._made:
             self.recompute()  # somebody asks ahead of the backward
-        return self._made[number][0]
+        made = self._made[number]
+        assert made is not None, "parameters stay"
+        return made[0]
 
 
 def _not_read(_: None) -> NoReturn:
-    raise StageError("a backward ran inside a forward that runs again; take recompute=false for this stage")
+    raise StageError(
+        "a backward ran inside a forward that runs again; take recompute=false, or leave its module out"
+    )
 
 
-def _held(item: Any, *, changes: bool) -> Any:
-    """A value that entered, without its graph; where layers write to its memory, a copy."""
-    if not isinstance(item, Tensor):
-        return item
-    return copied(item) if changes else item.detach().requires_grad_(item.requires_grad)
+def _copies(items: Mapping[int, Any], changes: Iterable[int]) -> dict[int, Any]:
+    """Values without their graph; those in ``changes``, and what shares their memory, over copies of it."""
+    tensors = {n: item for n, item in items.items() if isinstance(item, Tensor)}
+    storages = {memory_id(t): t.untyped_storage() for t in (tensors[n] for n in changes if n in tensors)}
+    clones = {number: Bytes(storage.clone(), 0) for number, storage in storages.items()}
+    found = dict(items)
+    for number, item in tensors.items():
+        clone = clones.get(memory_id(item)) if item.layout is torch.strided else None
+        alone = item.detach() if clone is None else view_of(item).over(clone)
+        found[number] = alone.requires_grad_(item.requires_grad)
+    return found
 
 
 def _look(tensor: Tensor) -> Look:
@@ -222,5 +251,5 @@ def _fill(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
 def _other(found: str, was: str) -> StageError:
     return StageError(
         f"a forward that runs again must do what it did, found that it {found}, and at first {was}; make its "
-        "layers depend on their inputs alone, or take recompute=false for this stage"
+        "layers depend on their inputs alone, take recompute=false, or leave their module out"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -76,14 +76,14 @@ class Stage:
         store: Store | None = None, memory: MemoryThread | None = None, codec: str = "raw",
         weights: WeightVersions | None = None, weights_first: bool = False,
         recompute: bool | Sequence[str] = False, mirror: OffloadedParameters | None = None,
-        device: Device | None = None, guard: Guard | None = None,
+        written: Collection[str] = (), device: Device | None = None, guard: Guard | None = None,
     ) -> None:  # fmt: skip
         """``store`` keeps saved tensors until their backward, packed with ``codec``; ``memory`` moves them.
 
         ``weights``: which version of its parameters a micro-batch sees. ``weights_first``: a layer's weights
         come before its feature map in ``backward``. ``mirror``: has the parameters while no layer reads them.
-        ``recompute``: all layers run again for a backward, or those of these parts. ``guard``: looks for
-        NaN."""
+        ``recompute``: all layers run again for a backward, or those of these parts; ``written``: names of
+        buffers to which forwards of the model write. ``guard``: looks for NaN."""
         self.index, self.last = index, last
         self.traced = {"train": train[0], "eval": evaluation[0]}
         self.device = device or Device()
@@ -122,7 +122,9 @@ class Stage:
             )
             self.observers = self.saved.layer_done, *self.observers
         elif recompute:
-            self.again = self.saved = RecomputedActivations(parameters, ahead=recompute is True)
+            named = model.named_buffers(remove_duplicate=False)
+            buffers = [buffer for name, buffer in named if name in written]
+            self.again = self.saved = RecomputedActivations(parameters, buffers, ahead=recompute is True)
             self.observers = self.again.layer_done, *self.observers
         elif mirror is not None:
             self.saved = KeepOnDevice(parameters)
@@ -287,6 +289,7 @@ class Stage:
         except Exception as error:
             raise of_backward(error) from error
         running.loss, running.roots = None, {}
+        self.saved.halfway(micro_batch)
         return running.ends()
 
     def backward_weights(self, micro_batch: int) -> None:

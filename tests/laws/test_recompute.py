@@ -101,7 +101,7 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.ones(20))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.one(self.norm(self.relu(x)))
+        y = self.one(self.norm(self.relu(x.mul_(1.5))))
         return x * self.scale + self.other(self.dropout(self.relu(y)))
 
 
@@ -126,6 +126,87 @@ def test_parts_that_run_again_change_no_bit(parts, schedule, weights_first):
     assert losses == others
     for name, tensor in kept.items():
         assert torch.equal(again[name], tensor), name
+
+
+class Counter(nn.Module):
+    """Counts in a buffer that others read."""
+
+    def __init__(self, count: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("count", count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("count").add_(0.25)
+        return x + 1
+
+
+class Reader(nn.Module):
+    """Reads that buffer, a part of a parameter, and two views of one memory, of which it writes to one."""
+
+    def __init__(self, count: Tensor, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.register_buffer("count", count)
+        self.scale, self.one = scale, nn.Linear(20, 20)
+
+    def forward(self, x: Tensor, part: Tensor, scale: Tensor) -> Tensor:
+        x.add_(1)
+        y = self.one(x) * scale * self.get_buffer("count").clone() + self.scale
+        return (y + x * part.repeat(1, 2).sin()).tanh()
+
+
+class Views(nn.Module):
+    """Hands views of its parameter and of its values to other modules; a counter runs ahead or behind."""
+
+    def __init__(self, *, ahead: bool) -> None:
+        super().__init__()
+        count, scale = torch.ones(20), nn.Parameter(torch.rand(20))
+        self.first, self.last, self.scale, self.ahead = nn.Linear(10, 20), nn.Linear(20, 10), scale, ahead
+        self.counter, self.use, self.again = Counter(count), Reader(count, scale), Reader(count, scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, scale = self.first(x) * 1, self.scale.view(1, 20)
+        h = self.counter(h) if self.ahead else h
+        h = self.use(h, h[:, :10], scale) * 1
+        h = self.again(h, h[:, :10], scale)
+        return self.last(h if self.ahead else self.counter(h))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("parts", [True, ["use"], ["again", "use"], ["*"]], ids=str)
+def test_parts_see_memory_that_others_write_to_as_it_was(parts, ahead, schedule):
+    found = []
+    for recompute in (False, parts):
+        torch.manual_seed(0)
+        x, y = torch.randn(9, 10), torch.randint(10, (9,))
+        options: dict[str, Any] = {"schedule": schedule, "recompute": recompute, "stages": 1}
+        pipe = pipeline_of(Views(ahead=ahead), example=(x[:3],), **options)
+        losses = [pipe.step(x, y).loss for _ in range(3)]
+        found.append((losses, pipe.state_dict()["model"]))
+    (losses, kept), (others, again) = found
+    assert losses == others
+    assert [name for name, tensor in kept.items() if not torch.equal(again[name], tensor)] == []
+
+
+def test_a_write_to_what_entered_that_nobody_saw_is_refused():
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 1, x.exp()
+
+    class Use(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return pair[0], pair[0] * pair[1]
+
+    def loss(outputs: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
+        outputs[0].detach().mul_(0)
+        return outputs[1].square().mean()
+
+    x = torch.randn(6, 10)
+    model = nn.Sequential(nn.Linear(10, 20), Pair(), Use())
+    options: dict[str, Any] = {"recompute": ["2"], "stages": 1, "loss": loss, "leaves": [Pair, Use]}
+    pipe = pipeline_of(model, example=(x[:2],), **options)
+    with pytest.raises(StageError, match="must not be written to before its backward"):
+        pipe.step(x, torch.zeros(6))
 
 
 @pytest.mark.parametrize(("parts", "most"), [(False, 6), (["1", "2"], 1), (["*"], 1), (["1"], 3), (["0"], 6)])
@@ -166,9 +247,10 @@ def test_parts_count_in_the_memory_of_a_plan_and_travel_with_it(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recompute": ["layer9"]}, "recompute names paths of modules, found layer9; the layers run from"),
-        ({"recompute": "0"}, r"found '0'; write \[0\]"),
+        ({"recompute": ["layer9"]}, "recompute names paths of modules, found 'layer9'; the layers run from"),
+        ({"recompute": "0"}, r"found '0'; write \['0'\]"),
         ({"recompute": ["0"], "parameters_tier": "disk"}, r"recompute=\['0'\] and the tier disk"),
+        ({"recompute": []}, "one module at least, found"),
         ({"recompute": ["0"], "tier": "packed"}, "nothing for a tier to keep"),
     ],
     ids=str,

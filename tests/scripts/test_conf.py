@@ -58,7 +58,7 @@ RULES = [
     ({"deadline": float("nan")}, "deadline=nan"),
     *(
         ({"recompute": one}, "must be true, false or a list of modules")
-        for one in ("layer3", [""], [1], None)
+        for one in ("layer3", [""], [], [1.5], None)
     ),
     ({"device": "tpu"}, "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
     ({"device": ["cpu", "tpu"]}, "device=tpu is not known; known are cpu, cuda, cuda:N and auto"),
