@@ -349,7 +349,7 @@ class TrainConfig(PlanConfig):
         clip: gradient clipping
         autocast: float that forwards and losses are cast to: bfloat16 or float16; null: no cast
         loss_scale: factor of the loss, for float16: a number, or dynamic (a GradScaler); null: none
-        detect_anomaly: stop where an output, a gradient or the loss is first NaN, and name its layer
+        detect_anomaly: stop at the first NaN output, or NaN or infinite gradient or loss, and name its layer
         nan: what a loss that is no number does: stop, with exit code 3; warn
         epochs: how often every training sample is seen
         max_steps: stop after this many steps; null: no limit

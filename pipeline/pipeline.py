@@ -103,8 +103,8 @@ class Pipeline:
             this process alone.
         device: where this rank computes: "cpu", "cuda" (by the number of the rank on its machine), "cuda:1",
             "auto". None: where the world says, else where the model's parameters are.
-        detect_anomaly: refuse the first layer whose output, or gradient, is NaN (StageError), before an
-            update. ``guard``: its old name, which is refused.
+        detect_anomaly: refuse the first layer whose output is NaN, or its gradient NaN or infinite, and a
+            loss that is not finite (StageError), before an update. ``guard``: its old name, refused.
         memory: how what waits in a tier is moved.
         disk: what the tier "disk" of this rank may use.
         load_weights: for a model on the meta device: a safetensors file of its state_dict, or the index of
