@@ -190,7 +190,8 @@ class ReplicasConfig:
     """Ranks that share the micro-batches of a stage.
 
     Attributes:
-        count: ranks of every stage; of each by a list such as [2,1]; ranks= is their sum; auto: the fastest
+        count: ranks of every stage; of each by a list such as [2,1]; auto: the fastest; ranks= is their sum
+            where each rank runs one stage
         exact: they add gradients micro-batch by micro-batch, for the bits of one rank; takes memory and bytes
         sharded: each updates some parameters for all, and keeps the optimizer's state of these only;
             always so with memory.parameters=
