@@ -2,7 +2,7 @@
 
 On a CPU host memory is where the tensors are, so frames stay; those of a GPU are copied to pinned memory and
 back. A frame that is wanted before a disk has it is taken from memory. A new tier is a class here, one row of
-the table at the end, and its name in ``TIERS`` of the plan and the options.
+the table at the end, and what CONTRIBUTING.md lists.
 """
 # ruff: noqa: D102 (methods of stores are those of Store)
 

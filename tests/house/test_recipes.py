@@ -34,7 +34,7 @@ RECIPES = {  # of what: the files to write or to edit, the table's own among the
     "schedule": {"pipeline/schedules/NAME.py", "pipeline/schedules/__init__.py"},
     "policy of the weights": {"stages/weight_versions/policies.py"},
     "model": {"pipeline/models.py", "conf/model/NAME.yaml"},
-    "tier": {"stages/memory/NAME.py", "stages/plan/plan.py"},
+    "tier": {"stages/memory/stores.py", "stages/memory/byte_budget.py", "pipeline/partition/choose.py"},
 }
 
 
