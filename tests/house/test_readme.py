@@ -38,6 +38,7 @@ ELSEWHERE = {
 RUN = ("penstock", "torchrun")  # whose options are read here; test_launched.py runs torchrun
 EXPORT = "export "  # reads what the run left whose lines stand above it
 BENCH = "python scripts/bench/"  # test_benches.py reads their options
+DIFF = "diff"  # test_digests.py runs it
 CACHE = "cache "  # takes no flags: test_export_and_cache.py runs all of it
 # What a line needs so that it ends soon; the last of two settings counts.
 SHORT = "epochs=1 max_steps=1 hydra.run.dir=run"
@@ -76,7 +77,9 @@ def commands() -> list[str]:
         " ".join(code.split()) for p in PAGES for code in re.findall(r"`(penstock [^`]+)`", p.read_text())
     ]
     return [
-        c for c in dict.fromkeys([*typed, *inline]) if re.match(rf"penstock (?!{EXPORT}|{CACHE})(?!.*=N$)", c)
+        c
+        for c in dict.fromkeys([*typed, *inline])
+        if re.match(rf"penstock (?!{EXPORT}|{CACHE}|{DIFF})(?!.*=N$)", c)
     ]
 
 
