@@ -154,7 +154,8 @@ def predicted_bytes(plan: Plan, live: Sequence[int]) -> list[int]:
     if plan.most_extra_in_flight > plan.extra_in_flight:
         counted = live_micro_batches(step_programs(plan))
         more = [max(0, flew - known) for flew, known in zip(live, counted, strict=True)]
-    return [stage.memory_bytes + n * stage.saved_bytes for n, stage in zip(more, plan.stages, strict=True)]
+    kept = [stage.kept_bytes if stage.recompute else stage.saved_bytes for stage in plan.stages]
+    return [s.memory_bytes + n * size for n, s, size in zip(more, plan.stages, kept, strict=True)]
 
 
 def filling(num_stages: int, micro_batches: int) -> int:
