@@ -158,9 +158,10 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def options_that_differ(one: Path, other: Path) -> Iterator[tuple[str, str]]:
     """Yield options in which two runs differ, as KEY=A and B, each with what it does to bits."""
-    files: Any = [
-        OmegaConf.to_container(OmegaConf.load(RunFolder(path=folder).config)) for folder in (one, other)
-    ]
+    paths = [RunFolder(path=folder).config for folder in (one, other)]
+    if not all(path.is_file() for path in paths):
+        return
+    files: Any = [OmegaConf.to_container(OmegaConf.load(path)) for path in paths]
     ours, theirs = (dict(flat(options)) for options in files)
     config = RunFolder(path=one).read_config()
     says = {"free": "changes no bit", "said": "changes bits by its nature", "refused": "is another training"}
