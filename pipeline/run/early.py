@@ -218,6 +218,14 @@ def _check_launcher(config: TrainConfig) -> None:
 def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     if config.schedule == ALL:
         if isinstance(config, PlanningConfig):
+            asked = {name: getattr(config, name) for name in ("weights", "prediction", "error_feedback")}
+            if given := [
+                f"{name}={value}" for name, value in asked.items() if value not in ("latest", False)
+            ]:
+                raise ConfigError(
+                    f"schedule=all compares each schedule with the weights it has, found {given[0]}; leave "
+                    "it out, or name a schedule"
+                )
             return
         raise ConfigError(
             "schedule=all compares the schedules, which penstock plan does; run penstock plan schedule=all, "

@@ -135,6 +135,12 @@ def test_tensors_take_their_time_on_a_slow_link():
     assert rows(found)["1f1b"].seconds == pytest.approx(0.230)
 
 
+@pytest.mark.parametrize("option", ["prediction=true", "weights=stashed", "error_feedback=true"])
+def test_plan_schedule_all_ignores_no_option(option, capsys):
+    assert command.run(["plan", "model=mlp", "schedule=all", option]) == command.REFUSED
+    assert f"with the weights it has, found {option.replace('true', 'True')}" in capsys.readouterr().err
+
+
 def test_plan_schedule_all_shows_chooses_and_writes(capsys):
     job = "model=mlp model.hidden=[16,16,16] data.size=8 data.channels=1 threads=1 batch_size=32"
     options = f"{job} ranks=2 stages=4 schedule=all hydra.run.dir=run"
