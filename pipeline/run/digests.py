@@ -37,7 +37,8 @@ def digest_of(item: Any) -> str:
     strided = item.layout is torch.strided
     layout, dense = (item.stride(), item) if strided else (item.layout, item.to_dense())
     hashed = xxhash.xxh3_64(f"{item.dtype} {tuple(item.shape)} {layout}".encode())
-    hashed.update(dense.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    flat = dense.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    hashed.update(flat.view(torch.uint8).numpy().data)
     return hashed.hexdigest()
 
 
