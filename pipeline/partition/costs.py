@@ -207,12 +207,13 @@ class Costs:
         seconds = self.times[end] - self.times[start]
         return -(-seconds // self.replicas[rank]) if self.replicas else seconds
 
-    def of_stage(self, rank_ends: Sequence[int]) -> Span:
-        """Picoseconds per micro-batch of a stage; math.inf where it would lie on two ranks."""
+    def of_stage(self, rank_ends: Sequence[int], *, timed: bool = True) -> Span:
+        """Picoseconds per micro-batch of a stage, 0 if not ``timed``; math.inf where it would lie on two
+        ranks."""
 
         def span(start: int, end: int, stage: int) -> float:
             crosses = rank_ends[bisect.bisect_right(rank_ends, start)] < end
-            return math.inf if crosses else self.times[end] - self.times[start]
+            return math.inf if crosses else timed * (self.times[end] - self.times[start])
 
         return span
 

@@ -340,12 +340,18 @@ def _cut(
         return ends, fixed
 
     def with_stages(ends: list[int]) -> tuple[list[int], tuple[int, ...], int]:
-        """Cut each rank into its stages; return the budget that this needs, too."""
-        inner = best(parts=stages, span=costs.of_stage(ends), edge=free)
-        assert inner is not None, "the ranks leave every other place to cut, and there are enough"
-        rank_of = tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])
-        needed = costs.needed_with_frames(ends, [*zip(pairwise(inner), rank_of, rank_of, strict=True)])
-        return inner, rank_of, needed
+        """Cut each rank into its stages, as fast as they can be, or where the fewest bytes pass if only that
+        keeps to the budget; return the budget that this needs, too."""
+        found = []
+        for timed in (True, False):
+            inner = best(parts=stages, span=costs.of_stage(ends, timed=timed), edge=free)
+            assert inner is not None, "the ranks leave every other place to cut, and there are enough"
+            rank_of = tuple(sum(end <= start for end in ends[1:]) for start in inner[:-1])
+            needed = costs.needed_with_frames(ends, [*zip(pairwise(inner), rank_of, rank_of, strict=True)])
+            found.append((inner, rank_of, needed))
+            if costs.budget is None or needed <= costs.budget:
+                break
+        return min(found, key=lambda one: one[2])
 
     if ends is not None:
         inner, rank_of, needed = with_stages(ends)
