@@ -2,7 +2,8 @@
 
 The choice is exact: of all legal cuts whose costliest rank is within 5 % of the cheapest possible, the one
 that the fewest bytes pass. Predictions may err by 5 %, so such cuts are equals for all that is known.
-Where a rank runs several stages, its own part is cut again so that its slowest stage is as fast as possible.
+Where a rank runs several stages, its own part is cut again so that its slowest stage is as fast as possible,
+or, where frames between them exceed a budget, so that the fewest bytes pass: that choice is not exact.
 
 Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1), one replica per stage.
 """
