@@ -170,7 +170,7 @@ def candidate(
         there = copies(in_flight, old_versions=versions[number] - 1, **options)
         bytes_of = sizes[number] if stage.prefetches else {**sizes[number], "neighbours": 0}
         if stage.recompute:
-            bytes_of |= {"near": stage.near_bytes, "packed": stage.kept_bytes}
+            bytes_of |= {"near": stage.near_bytes or 0, "packed": stage.kept_bytes}
         kept = there.of(**bytes_of, entered=plan.bytes_entering(number), staying=stage.staying_bytes)
         return kept + stage.frame_bytes
 
