@@ -27,15 +27,18 @@ if TYPE_CHECKING:
     from ..pipeline import Pipeline
 
 KINDS = ("weights", "gradients", "optimizer state")
-"""What the three digests of a name are of, in their order."""
+"""Kinds of the three digests of a name, in their order."""
 
 
 def digest_of(item: Any) -> str:
-    """64 bits (xxh3) of a tensor's elements, dtype, shape and strides, or of another value as it is shown."""
+    """64 bits (xxh3) of a tensor's elements, dtype, shape and strides, or of another value as it is shown; a
+    stride along one element moves nothing and does not count."""
     if not isinstance(item, torch.Tensor):
         return xxhash.xxh3_64_hexdigest(repr(item).encode())
-    strided = item.layout is torch.strided
-    layout, dense = (item.stride(), item) if strided else (item.layout, item.to_dense())
+    layout: Any = item.layout
+    dense = item if layout is torch.strided else item.to_dense()
+    if dense is item:
+        layout = [size > 1 and stride for size, stride in zip(item.shape, item.stride(), strict=True)]
     hashed = xxhash.xxh3_64(f"{item.dtype} {tuple(item.shape)} {layout}".encode())
     flat = dense.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     hashed.update(flat.view(torch.uint8).numpy().data)

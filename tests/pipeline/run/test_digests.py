@@ -148,3 +148,5 @@ def test_a_digest_sees_bits_dtype_shape_and_layout():
     assert len({digest_of(one) for one in (x, *others)}) == 9
     assert digest_of(torch.tensor(0.0)) != digest_of(torch.tensor(-0.0))
     assert digest_of(x.clone()) == digest_of(x)
+    one = torch.ones(4, 3, 1, 1)  # whose gradients have either stride, as kernels please
+    assert digest_of(one) == digest_of(one.as_strided(one.shape, (3, 1, 3, 3)))
