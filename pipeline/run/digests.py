@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from omegaconf import OmegaConf
 
 from ...compression.errors import ConfigError
 from ..runtime.report import Report
@@ -162,12 +161,11 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def options_that_differ(one: Path, other: Path) -> Iterator[tuple[str, str]]:
     """Yield options in which two runs differ, as KEY=A and B, each with what it does to bits."""
-    paths = [RunFolder(path=folder).config for folder in (one, other)]
-    if not all(path.is_file() for path in paths):
+    folders = [RunFolder(path=folder) for folder in (one, other)]
+    if not all(folder.config.is_file() for folder in folders):
         return
-    files: Any = [OmegaConf.to_container(OmegaConf.load(path)) for path in paths]
-    ours, theirs = (dict(flat(options)) for options in files)
-    config = RunFolder(path=one).read_config()
+    config, theirs_config = (folder.read_config() for folder in folders)
+    ours, theirs = (dict(flat(dataclasses.asdict(each))) for each in (config, theirs_config))
     says = {"free": "changes no bit", "said": "changes bits by its nature", "refused": "is another training"}
     for key in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(key), theirs.get(key)
