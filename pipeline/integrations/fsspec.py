@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import uuid
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -49,14 +50,12 @@ class _Blocks:
         return data
 
 
-def _name_of(fs: Any, path: str, info: dict[str, Any], block_size: int) -> str:
-    """Return a name that a file has in all processes, and another one once it has changed."""
+def _name_of(fs: Any) -> str:
+    """Return a name that a file system has in all processes, or one of its own where it has none."""
     try:
-        home = fs.to_json()
-    except (TypeError, ValueError, NotImplementedError):  # made of what has no name elsewhere
-        home = f"{os.getpid()} {id(fs)}"
-    text = f"{home} {path} {sorted(info.items(), key=str)} {block_size}"
-    return f"fsspec {hashlib.blake2b(text.encode(errors='surrogateescape'), digest_size=16).hexdigest()}"
+        return fs.to_json()
+    except (TypeError, ValueError, NotImplementedError):  # made of what is no JSON
+        return uuid.uuid4().hex
 
 
 class _File(AbstractBufferedFile):
@@ -95,7 +94,7 @@ class PenstockFileSystem(ChainedFileSystem):
     ) -> None:  # fmt: skip
         super().__init__(**options)
         self.fs = fs or fsspec.filesystem(target_protocol or "file", **(target_options or {}))
-        self.socket, self.block_size = socket, block_size
+        self.socket, self.block_size, self._home = socket, block_size, _name_of(self.fs)
         self._readers: OrderedDict[str, tuple[CacheReader, threading.Lock]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -118,8 +117,10 @@ class PenstockFileSystem(ChainedFileSystem):
         if not (size := info.get("size")):  # none, or nobody knows how many bytes
             return self.fs.open(path, "rb")
         num_blocks = -(-size // self.block_size)
+        text = f"{self._home} {path} {sorted(info.items(), key=str)} {self.block_size}"
+        digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
         with self._lock:
-            reader, lock = self._reader_of(_name_of(self.fs, path, info, self.block_size), path, num_blocks)
+            reader, lock = self._reader_of(f"fsspec {digest}", path, num_blocks)
         with lock:
             epoch = 0 if reader.epoch is None else reader.epoch + 1
             reader.begin(epoch, lambda _: range(num_blocks), last=False)

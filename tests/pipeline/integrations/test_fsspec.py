@@ -1,5 +1,6 @@
 """Files of fsspec through a broker: the same bytes, read from storage less often."""
 
+import io
 import os
 import subprocess
 import sys
@@ -126,6 +127,25 @@ def test_a_member_of_another_archive_is_another_file(tmp_path):
         for letter in ("a", "b", "a"):
             fs = through(fsspec.filesystem("tar", fo=str(tmp_path / f"{letter}.tar")), tmp_path / "socket")
             assert fs.cat_file("member") == letter.encode() * 3
+
+
+def test_file_systems_without_a_name_share_nothing(tmp_path):
+    class Nameless(Counted):
+        def __init__(self, content):
+            super().__init__(content=content)
+            self.content = content  # a file object, which is no JSON
+
+        def info(self, path, **options):
+            return {"name": path, "size": 3, "type": "file"}
+
+        def cat_file(self, path, start=None, end=None, **options):
+            return self.content.getvalue()[start:end]
+
+    with broker_thread(tmp_path / "socket", Lru(1 << 20, keep=60)):
+        for letter in (b"a", b"b"):  # the second may be made where the first was in memory
+            fs = through(Nameless(io.BytesIO(letter * 3)), tmp_path / "socket")
+            assert fs.cat_file("/member") == letter * 3
+            del fs
 
 
 READER = """
