@@ -305,10 +305,9 @@ class PlanConfig:
         count_or_auto("extra_in_flight", self.extra_in_flight)
         if isinstance(self.recompute, list):
             self.recompute = [str(path) if type(path) is int else path for path in self.recompute]
-        modules = isinstance(self.recompute, list) and self.recompute != []
-        if not isinstance(self.recompute, bool) and not (
-            modules and all(isinstance(path, str) and path for path in self.recompute)
-        ):
+        paths = self.recompute if isinstance(self.recompute, list) else []
+        named = paths and all(isinstance(path, str) and path for path in paths)
+        if not named and not isinstance(self.recompute, bool):
             raise ConfigError(
                 f"recompute={self.recompute} must be true, false or a list of modules, as [layer3,layer4.*]"
             )
