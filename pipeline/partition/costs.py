@@ -11,7 +11,7 @@ from typing import Any
 from ...stages.memory.byte_budget import PREFETCH_LAYERS
 from ...stages.plan.memory_model import NEIGHBOURS, Copies
 from ...stages.plan.plan_stage import PlanStage
-from ...stages.profiling.network_profile import LayerProfile, Profile, ValueProfile, sizes_of
+from ...stages.profiling.network_profile import Profile, ValueProfile, sizes_of
 from ...stages.tracing.layers import part_of
 from .split import TOLERANCE, Span
 
@@ -49,15 +49,19 @@ class Costs:
         self.recompute, self.prefetches, self.replicas = recompute, prefetches, replicas
         layers = profile.layers
         self.parts = [part_of(layer.module, recompute) for layer in layers]
-        self.times = _sums(round((x.forward_seconds + self._backward(x)) * PICOSECONDS) for x in layers)
+        self.backwards = [
+            layer.backward_seconds + (part is not None) * layer.forward_seconds
+            for layer, part in zip(layers, self.parts, strict=True)
+        ]
+        pairs = zip(layers, self.backwards, strict=True)
+        self.times = _sums(round((layer.forward_seconds + back) * PICOSECONDS) for layer, back in pairs)
         self.forward_bytes = _over_cuts(len(layers), profile.values)
         sizes = [sizes_of([layer]) for layer in layers]
         self.largest = Largest([size.pop("largest") for size in sizes])
         saved = [layer.saved_bytes for layer in layers]
         self.near: Neighbours | Largest = Neighbours(saved, PREFETCH_LAYERS + 1)
-        self.entering = [0] * (
-            len(layers) + 1
-        )  # parts of the model that run again, or what comes behind them
+        # Bytes that enter a part of the model that runs again, or what comes behind one.
+        self.entering = [0] * (len(layers) + 1)
         if recompute and recompute is not True:
             self.near = Largest(self._of_parts(saved))
             for number, (before, part) in enumerate(itertools.pairwise(self.parts), 1):
@@ -76,10 +80,6 @@ class Costs:
         if rate is not None:  # both directions of a link carry at once
             slower = map(max, self.forward_bytes, self.backward_bytes)
             self.link_times = [round(8 * num_bytes * PICOSECONDS / rate) for num_bytes in slower]
-
-    def _backward(self, layer: LayerProfile) -> float:
-        again = part_of(layer.module, self.recompute) is not None
-        return layer.backward_seconds + again * layer.forward_seconds
 
     def _of_parts(self, saved: Sequence[int]) -> list[int]:
         """Of each layer, what its part saves that runs again; 0 where it runs once."""
@@ -233,7 +233,7 @@ class Costs:
             parameters=parameters,
             num_parameters=sum(layer.num_parameters for layer in layers),
             forward_seconds=sum(layer.forward_seconds for layer in layers),
-            backward_seconds=sum(map(self._backward, layers)),
+            backward_seconds=sum(self.backwards[start:end]),
             memory_bytes=self.memory(start, end, rank, staying=staying),
             frame_bytes=frames,
             staying_bytes=staying,
