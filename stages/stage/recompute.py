@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -84,7 +84,8 @@ class RecomputedActivations(KeepOnDevice):
         """``ahead``: all there is runs again as a backward begins, else a section when it is asked for.
         ``written``: the buffers to which forwards write, wherever."""
         super().__init__()
-        self._filter, self._written, self._ahead = parameters, written, ahead
+        self._filter, self._written, self._ahead = parameters, {id(b): b for b in written}, ahead
+        self._memory: Collection[int] = ()  # of these
         self._runs = dict[int, list[_Run]]()
         self._hooks = contextlib.ExitStack()
         self._forward: Forward | None = None
@@ -93,7 +94,7 @@ class RecomputedActivations(KeepOnDevice):
     def begin(self, micro_batch: int, forward: Forward) -> None:
         """A forward comes."""
         self._now = self._runs[micro_batch] = []
-        self._forward = forward
+        self._forward, self._memory = forward, {memory_id(buffer) for buffer in self._written.values()}
 
     @contextlib.contextmanager
     def forward(self, micro_batch: int, keep: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -109,9 +110,9 @@ class RecomputedActivations(KeepOnDevice):
         assert forward is not None, "layers run inside of a forward"
         if self._now and done is self._now[-1].section.route.visits[-1].layer:
             self._hooks.close()
-            self._now[-1].end()
+            self._now[-1].end(self._written)
         if following is not None and (section := forward.sections.get(following.name)) is not None:
-            run = _Run(section, forward, self._filter, written=self._written, beside=self._now)
+            run = _Run(section, forward, self._filter, memory=self._memory, beside=self._now)
             self._now.append(run)
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(run.leave, operator.call))
 
@@ -131,24 +132,25 @@ class RecomputedActivations(KeepOnDevice):
 class _Run:
     """A section that ran: what entered it, the geometry of what it saved, and from its second run on that.
 
-    ``written``: buffers to which forwards write; ``beside``: all runs of the same forward."""
+    ``memory``: of buffers to which forwards write; ``beside``: all runs of the same forward."""
 
     def __init__(
         self, section: Section, forward: Forward, parameters: ParameterFilter, *,
-        written: Sequence[Tensor], beside: Sequence[_Run],
+        memory: Collection[int], beside: Sequence[_Run],
     ) -> None:  # fmt: skip
-        self.section, self._again, self._beside, self._written = section, forward.run, beside, written
+        self.section, self._again, self._beside = section, forward.run, beside
         entered = {n: forward.values[n] for n in section.route.inputs if n in forward.values}
         self._tied = {n: entered.pop(n) for n in section.route.tied if n in entered}
-        memory = {memory_id(buffer) for buffer in written}  # of which a layer may return its own
+        # A layer may return a buffer, to which the forward of another micro-batch writes.
         of_buffers = (n for n, x in entered.items() if isinstance(x, Tensor) and memory_id(x) in memory)
         self._changes = [*section.changes, *of_buffers]
         self._entered = _copies(entered, self._changes)
-        tensors = {
-            n: x for n, x in self._entered.items() if isinstance(x, Tensor) and x.layout is torch.strided
-        }
-        shared = (x for n, x in tensors.items() if memory_id(x) == memory_id(entered[n]))
-        self._versions = [(x, version_of(x)) for x in shared]
+        pairs = ((x, entered[n]) for n, x in self._entered.items() if isinstance(x, Tensor))
+        self._versions = [
+            (x, version_of(x))
+            for x, was in pairs
+            if x.layout is torch.strided and memory_id(x) == memory_id(was)
+        ]
         self._parameters = parameters.also(self._tied.values())
         self._over = False
         self._looks: list[Look | None] = []  # None: of a parameter, which stays
@@ -164,10 +166,10 @@ class _Run:
             return self._parameters.untouched(tensor)
         return functools.partial(self._give, len(self._looks) - 1)
 
-    def end(self) -> None:
+    def end(self, written: Collection[int]) -> None:
         """The first run is over: keep as they were only the buffers that somebody writes to."""
-        self._over, known = True, {id(buffer) for buffer in self._written}
-        self._before = [(b, was) for b, was in self._before if id(b) in known or not _same(b, was)]
+        self._over = True
+        self._before = [(b, was) for b, was in self._before if id(b) in written or not _same(b, was)]
 
     def forget(self) -> None:
         """Drop what the second run saved; it may run again."""
