@@ -84,9 +84,10 @@ class Contents:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._watch = watching()
         self._mark = 0 if self._watch is None else len(self._watch.writes)
-        plain = (t for t in tensors if t.layout is torch.strided and not (t.is_meta or t.is_nested))
-        storages = {memory_id(storage): storage for t in plain if (storage := t.untyped_storage()).nbytes()}
-        self._kept = {key: (storage, storage.clone()) for key, storage in storages.items()}
+        plain = (t.untyped_storage() for t in tensors if t.layout is torch.strided and not t.is_nested)
+        storages = {memory_id(storage): storage for storage in plain if storage.nbytes()}
+        self._sizes = [(key, storage, storage.nbytes()) for key, storage in storages.items()]
+        self._kept = {k: (s, s.clone()) for k, s in storages.items() if s.device != META}
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:
@@ -97,6 +98,10 @@ class Contents:
         """The storages that hold other bytes by now; one that was freed or made longer has no others."""
         on_meta = set() if self._watch is None else set(self._watch.writes[self._mark :])
         return on_meta | {key for key, (now, then) in self._kept.items() if not _same(now, then)}
+
+    def resized(self) -> set[int]:
+        """The storages that were freed or made longer."""
+        return {key for key, storage, size in self._sizes if storage.nbytes() != size}
 
 
 def _same(now: torch.UntypedStorage, then: torch.UntypedStorage) -> bool:

@@ -59,9 +59,8 @@ def sections(route: Route, parts: Parts, recompute: bool | Sequence[str]) -> dic
             asks=tuple(n for n in entering if not record.values[n].parameter),
             tied=tuple(n for n in entering if record.values[n].parameter),
         )
-        changes = [
-            n for n in entering if any(w != record.values[n].producer for w, _ in record.values[n].writers)
-        ]
+        values = ((n, record.values[n]) for n in entering)
+        changes = [n for n, v in values if v.freed or any(w != v.producer for w, _ in v.writers)]
         named = (tensor for layer in layers for _, tensor in tensors_read(layer.node, parts))
         buffers = {id(t): t for t in named if not isinstance(t, nn.Parameter) and t.numel()}
         found[layers[0].name] = Section(alone, changes, list(buffers.values()))

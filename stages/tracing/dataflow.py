@@ -75,6 +75,7 @@ class ProbeRecorder:
         self.accesses: dict[int, tuple[str, set[int]]] = {}
         self.written: set[int] = set()
         self.writes: dict[int, list[int]] = {}
+        self.freed: set[int] = set()  # memory
         self.gradient_paths: dict[int, GradientPaths] = {}
         self.untracked_memory: dict[int, str] = {}  # by memory, a layer that wrote to it so
         self.keepers: dict[int, str] = {}  # by memory, a layer that keeps it for its backward
@@ -265,8 +266,9 @@ class Value:
     otherwise, and a copy of a parameter drops its gaps. ``refused`` says why it must not cross a cut, "" if
     it may; whatever is no tensor must not.
     ``parameter``: a (tied) parameter, sent once a step. ``writers``: the layers that wrote to its memory,
-    ascending, each with whether it left zeros that stop every gradient . ``last_gradient_layer``: the last
-    layer through which a gradient surely comes back to it, -1 if none does."""
+    ascending, each with whether it left zeros that stop every gradient; ``freed``: one of its readers gave
+    its memory back. ``last_gradient_layer``: the last layer through which a gradient surely comes back to it,
+    -1 if none does."""
 
     name: str
     producer: int
@@ -278,6 +280,7 @@ class Value:
     parameter: bool
     refused: str
     writers: tuple[tuple[int, bool], ...]
+    freed: bool
     last_gradient_layer: int
 
     def stops(self, layer: int) -> bool:
@@ -412,6 +415,7 @@ def _record_layer(
         for t, (did, version) in zip(tensors, asked, strict=True)
         if t.requires_grad != did and version_of(t) == version
     }
+    recorder.freed |= contents.resized()
     for storage in {memory_id(t) for t in changed}:
         recorder.writes.setdefault(storage, []).append(index)
     recorder.written |= {id(t) for t in changed}
@@ -456,6 +460,7 @@ def _value(recorder: ProbeRecorder, number: int, stops: Collection[tuple[int, in
         parameter=isinstance(tensor, nn.Parameter),
         refused=refused,
         writers=tuple((writer, (writer, number) in stops) for writer in recorder.writers(number)),
+        freed=tensor is not None and tensor.layout is torch.strided and memory_id(tensor) in recorder.freed,
         last_gradient_layer=last,
     )
 

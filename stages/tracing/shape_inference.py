@@ -85,7 +85,8 @@ class Shapes:
             # On the meta device, no write is seen by its bytes, and a dtype not as autocast makes it.
             lacks = {writer for writer, _ in ours.writers} - {writer for writer, _ in theirs.writers}
             writers = ours.writers if lacks else theirs.writers
-            values.append(dataclasses.replace(ours, dtype=theirs.dtype, writers=writers))
+            seen = {"dtype": theirs.dtype, "freed": theirs.freed}
+            values.append(dataclasses.replace(ours, writers=writers, **seen))
         return dataclasses.replace(found, values=tuple(values), refused=real.refused | found.refused)
 
     @contextlib.contextmanager

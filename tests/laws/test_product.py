@@ -104,6 +104,8 @@ REGRESSIONS = [
     # Memory that was freed and given out again was looked up by its address.
     Case(model="SmallMasks", cuts=["a"], tier="packed", codec="raw"),
     Case(model="Freed", cuts=["sub"], tier="packed", codec="raw"),
+    # What entered a stage was freed by it, and a second run of its layers read it.
+    Case(model="Freed", cuts=["sub"], recompute=True),
     # The first of two ranks has the first and the last stage, by a program of one's own.
     Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM, world="processes"),
     Case(model="mlp", cuts=3, ranks=2, schedule="custom", program=CUSTOM, recompute=True, late=(0,)),
