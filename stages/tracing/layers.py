@@ -60,12 +60,16 @@ class Traced(Recording):
     call: Call
     recorded: torch.device
 
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The placeholders, and the node of every layer."""
+        return [*self.inputs, *(layer.node for layer in self.layers)]
+
     def check_same(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         """Raise Different if ``model_copy`` goes another way on inputs of another shape or kind."""
-        nodes = [*self.inputs, *(layer.node for layer in self.layers)]
         samples = self.call.samples_of(inputs)
-        expects = [(n.target, at_size(n.meta["expect"], samples)) for n in nodes if "expect" in n.meta]
-        same_way(nodes, self.again(model_copy, inputs, expects=expects), samples)
+        expects = [(n.target, at_size(n.meta["expect"], samples)) for n in self.nodes if "expect" in n.meta]
+        same_way(self.nodes, self.again(model_copy, inputs, expects=expects), samples)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

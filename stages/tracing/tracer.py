@@ -26,7 +26,7 @@ from ..meta_watch import META
 from ..seeds import seeded
 from .aliases import Groups, shared, shared_memory_reason, unregistered_views
 from .capture.call_spec import Call, Examples, fresh, other_data, resized
-from .capture.capture import Captured, Recording, capture, default_leaf
+from .capture.capture import Captured, Known, Recording, capture, default_leaf
 from .capture.nodes import path_of
 from .dataflow import Probe, probe
 from .guards import traced_state
@@ -164,15 +164,13 @@ def trace(
     example, drawn = tuple(x.to(home) for x in given), seeded(None, place.generators)
     with place.current(), drawn, torch.enable_grad(), casting(autocast, home), valueless:
         unregistered = unregistered_views(model)
-        ours, theirs = (tuple(TraceCopy(model, unregistered) for _ in range(2)) for _ in range(2))
-        for copied in theirs:
-            copied.root.eval()
-        train, train_probe, written = _proven(ours, call, example, modules, functions)
-        evaluation, eval_probe, _ = _proven(theirs, call, example, train.leaves, functions, beside=train)
+        copies = functools.partial(TraceCopy, model, unregistered)
+        prove = functools.partial(_proven, copies, call, example, functions)
+        train, train_probe, written, root = prove(modules)
+        evaluation, eval_probe, *_ = prove(train.leaves, beside=train)
         if evaluation.leaves != train.leaves:  # one layer here is one layer there
-            modules = evaluation.leaves
-            train, train_probe, written = _proven(ours, call, example, modules, functions)
-            evaluation, eval_probe, _ = _proven(theirs, call, example, modules, functions, beside=train)
+            train, train_probe, written, root = prove(evaluation.leaves)
+            evaluation, eval_probe, *_ = prove(evaluation.leaves, beside=train)
     pairs = (train, (0,)), (evaluation, ())
     groups = tuple(shared(model, traced, written=written, unread=unread) for traced, unread in pairs)
     for group, layers in groups[0].items():
@@ -189,7 +187,7 @@ def trace(
         eval=evaluation,
         train_probe=train_probe,
         eval_probe=eval_probe,
-        model_copy=ours[0].root,
+        model_copy=root,
         example_inputs=fresh(example),
         fingerprint=fingerprint(model),
         shared=groups,
@@ -202,23 +200,28 @@ def trace(
 
 
 def _proven(
-    copies: tuple[TraceCopy, ...],
+    copies: Callable[..., TraceCopy],
     call: Call,
     example: tuple[torch.Tensor, ...],
-    modules: Mapping[str, str],
     functions: Mapping[str, Callable[..., Any]],
+    modules: Mapping[str, str],
     *,
     beside: Traced | None = None,
-) -> tuple[Traced, Probe, set[str]]:
-    """The record of a copy in the mode in which it stands, its probe, and the buffers that it writes to.
+) -> tuple[Traced, Probe, set[str], nn.Module]:
+    """The record of a model in train mode, its probe, the buffers that it writes to, and the copy it ran on.
 
-    Args:   copies: one to run layer by layer, one to run as it is.
-            beside: the record of the other mode, whose tied parameters are tied here, too."""
-    copied, eager = copies
+    Args:   copies: makes a copy of the model.
+            beside: the record in train mode, to make the one in eval mode: its tied parameters are tied
+                here, too."""
+    copied, eager = (copies(evaluates=beside is not None) for _ in range(2))
     tied = {str(node.target) for layer in beside.layers for _, node in layer.tied} if beside else ()
     root, mode = copied.root, "train" if copied.root.training else "eval"
     with torch.set_grad_enabled(root.training):
-        written, eager.clean = run_eager(root, call, example)
+        written, clean = run_eager(eager.root, root, call, example)
+        if not clean:
+            eager = copies(evaluates=beside is not None)
+        eager.clean, copied.written = clean, written
+        eager.written = written if clean else ()
         with undrawn():
             captured = capture(
                 eager.root,
@@ -228,24 +231,25 @@ def _proven(
                 leaf=lambda path, module: path in modules or default_leaf(module),
                 functions=functions.values(),
                 written=written,
+                known=beside and Known(nodes=beside.nodes, constants=beside.constants, fixed=beside.fixed),
             )
         refuse_valueless(captured.graph, captured.constants)
         leaves = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}
         traced = _traced(root, dataclasses.replace(captured, leaves=leaves), call, tied=tied)
         parts = parts_of(root, traced)
-        other = other_data(call, example, seed=captured.seed)
-        if not captured.fixed:
-            other = resized(call, other, max(captured.sizes))
-        for inputs in (example, other):
+        if captured.seed:
+            other = other_data(call, example, seed=captured.seed)
+            if not captured.fixed:
+                other = resized(call, other, call.samples_of(example) + 1)
             copied.shift()
             model_copy = eager.fresh_copy(shifted=True)
-            expected = observe(lambda *x, model_copy=model_copy: call.run(model_copy, x), model_copy, inputs)
-            found = observe(lambda *x: _repeated(traced, parts, x), root, inputs)
+            expected = observe(lambda *x: call.run(model_copy, x), model_copy, other)
+            found = observe(lambda *x: _repeated(traced, parts, x), root, other)
             refuse_difference(expected, found, mode=mode)
             copied.restore()
         record = probe(traced, parts, fresh(example))
         copied.restore()
-    return traced, record, written
+    return traced, record, written, root
 
 
 def _repeated(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Any:

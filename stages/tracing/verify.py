@@ -34,18 +34,20 @@ def _move(weight: torch.Tensor) -> None:
 class TraceCopy:
     """``root`` is the copy, as it will train: modules keep their own flags, unless all stand in eval mode.
 
-    ``clean``: a run leaves nothing behind in it that ``restore`` does not put back.
+    ``clean``: a run leaves nothing behind in it that ``restore`` does not put back. ``written``: the tensors
+    that a run writes to, None where that is not known.
     ``unregistered``: paths of tensors that lie in the memory of a trained parameter under no name: they
     change with every update, so they are moved like a weight."""
 
-    def __init__(self, model: nn.Module, unregistered: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, unregistered: Sequence[str], *, evaluates: bool) -> None:
         try:
             self.root = copy.deepcopy(model)
         except Exception as error:
             raise PlanError(f"a model is traced on a copy, and this one cannot be copied: {error}") from error
-        if not self.root.training:
-            self.root.train()
-        self.clean = True
+        if evaluates or not self.root.training:
+            self.root.train(not evaluates)
+        self.clean, self.shifted = True, False
+        self.written: Collection[str] | None = None
         ours, theirs = (tensors(root) if unregistered else {} for root in (self.root, model))
         named = (*model.named_parameters(), *model.named_buffers())
         copies = (*self.root.parameters(), *self.root.buffers())
@@ -61,6 +63,7 @@ class TraceCopy:
 
     def shift(self) -> None:
         """Move every weight and buffer a little."""
+        self.shifted = True
         with torch.no_grad():
             for _, ours, _ in self.pairs:
                 _move(ours)
@@ -69,6 +72,8 @@ class TraceCopy:
         """Give the copy the model's tensors back after a run, and no gradients."""
         with torch.no_grad():
             for name, ours, original in self.pairs:
+                if not self.shifted and self.written is not None and name not in self.written:
+                    continue
                 if ours.shape != original.shape:
                     raise PlanError(
                         f"forward gives {name} another shape, {tuple(ours.shape)} instead of "
@@ -76,6 +81,7 @@ class TraceCopy:
                     )
                 same = ours.stride() == original.stride()
                 (memory_of(ours) if same else ours).copy_(memory_of(original) if same else original)
+        self.shifted = False
         self.root.zero_grad()
 
 
@@ -89,8 +95,9 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return a.is_meta and b.is_meta  # which have no bits
     a, b = (t.detach().to_dense() if t.layout != torch.strided else t for t in (a, b))
     a, b = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
-    a, b = (t.as_strided((t.numel(),), (1,)) for t in (a, b))  # one element may have any stride
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    a, b = (t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in (a, b))  # one may have any stride
+    wide = not (a.numel() % 8 or a.storage_offset() % 8 or b.storage_offset() % 8)  # seven times as fast
+    return torch.equal(*(t.view(torch.int64) if wide else t for t in (a, b)))
 
 
 def _refuse_changes(
@@ -184,12 +191,14 @@ def refuse_difference(expected: Seen, found: Seen, *, mode: str) -> None:
             )
 
 
-def run_eager(root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> tuple[set[str], bool]:
-    """Run a copy of ``root``; return the buffers and frozen parameters that a forward writes to, and whether
-    it leaves nothing else behind.
+def run_eager(
+    eager: nn.Module, root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]
+) -> tuple[set[str], bool]:
+    """Run ``eager``, a copy of ``root``; return the buffers and frozen parameters that a forward writes to,
+    and whether it leaves nothing else behind.
 
     Raises: PlanError: it does not run, or changes the model beside these every time."""
-    eager, original = copy.deepcopy(root), dict(root.named_parameters())
+    original = dict(root.named_parameters())
     parameters = [(name, p, memory_id(p)) for name, p in eager.named_parameters()]
     buffers, cold = dict(eager.named_buffers()), dict(root.named_buffers())
     before, watch = contents(eager, running=True), watching()

@@ -6,6 +6,7 @@ sample shows which numbers follow the size of the micro-batch."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import fx, nn
 from ....compression.errors import PlanError
 from ...torch_private import TreeSpec
 from .call_spec import Call, fresh, other_data, resized
-from .dynamic_shapes import Different, moving, refuse_data
+from .dynamic_shapes import Different, moving, moving_as, refuse_data
 from .nodes import Unrecordable, follow_inputs, path_of, where_of
 from .reads import CodeReads, Guard
 from .recorder import Applied, Recorder, applying, flattened
@@ -55,11 +56,20 @@ class Captured(Recording):
     """A recorded graph: placeholders, nodes in running order, an output node with the flat list of results.
 
     ``moving`` has for nodes whose numbers follow the size of the micro-batch what they become; ``seed``: of
-    the other data that the run was held against."""
+    the other data that the run was held against, 0 where it goes the way of a known one."""
 
     graph: fx.Graph
     moving: Mapping[fx.Node, Any]
     seed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A record in train mode: its ``nodes``, whose numbers are rules, and facts of the run."""
+
+    nodes: Sequence[fx.Node]
+    constants: Mapping[str, torch.Tensor]
+    fixed: str
 
 
 def capture(
@@ -71,6 +81,7 @@ def capture(
     leaf: Callable[[str, nn.Module], bool],
     functions: Collection[Callable[..., Any]] = (),
     written: Collection[str] = (),
+    known: Known | None = None,
 ) -> Captured:
     """Record ``model`` on ``example``.
 
@@ -78,8 +89,10 @@ def capture(
              if ``shifted``.
              leaf: whether a module is one layer by somebody's choice; ``functions``: those that are.
              written: the buffers that a forward changes.
+             known: a record that was held to other data and sizes; a run that goes its way is not.
     Raises:  PlanError: a run cannot be repeated, and no module around the place can be one layer."""
     runs = _Runs(call, leaf, functions, written)
+    samples, moves, fixed = call.samples_of(example), dict[fx.Node, Any](), ""
     applied = applying()  # an eager run has imported by now what the model imports in a forward
     # 1. until two runs on other data and weights are the same calls, one module more as one layer each time
     while True:
@@ -88,6 +101,11 @@ def capture(
         try:
             with code_reads.watching(lambda recorder=recorder: recorder.quiet):
                 spec, dropped = _recorded(recorder, model_copy, call, fresh(example))
+            constants = recorder.constants or (known and known.constants)
+            if known is not None and not constants and not _counts(recorder.graph):
+                with contextlib.suppress(Different):
+                    moves, fixed = moving_as(known.nodes, recorder.graph, samples), known.fixed
+                    break
             runs.hold_to_other_data(recorder, copies, example, applied)
             break
         except (Different, Unrecordable) as failure:
@@ -98,21 +116,17 @@ def capture(
             if not isinstance(kind := model.get_submodule(path), _CONTAINERS):
                 runs.kinds[type(kind)] = path
     # 2. numbers that follow the size of the micro-batch
-    samples = call.samples_of(example)
     sizes = (samples + 1, 2 * samples + 1)
-    moves, fixed = dict[fx.Node, Any](), ""
     others: dict[int, fx.Graph] = {}
     try:
-        for size in sizes:
+        for size in sizes if runs.seed else ():
             others[size] = runs.again(copies(), resized(call, example, size), applied=applied)
+        moves = moving(recorder.graph, others, samples) if others else moves
+    except Different as difference:
+        fixed = f"with another number of samples than {samples}, {difference.what}"
     except Exception as error:
         size = sizes[len(others)]
         fixed = f"the model does not run on {size} samples: {type(error).__name__}: {error}"
-    else:
-        try:
-            moves = moving(recorder.graph, others, samples)
-        except Different as difference:
-            fixed = f"with another number of samples than {samples}, {difference.what}"
     alike = {path: type(module) for path, module in model.named_modules() if type(module) in runs.kinds}
     return Captured(
         graph=recorder.graph,
@@ -143,7 +157,7 @@ class _Runs:
     written: Collection[str]
     chosen: dict[str, str] = dataclasses.field(default_factory=dict)
     kinds: dict[type, str] = dataclasses.field(default_factory=dict)
-    seed: int = 1
+    seed: int = 0
 
     def is_leaf(self, path: str, module: nn.Module) -> bool:
         return path in self.chosen or type(module) in self.kinds or self.leaf(path, module)
@@ -166,12 +180,20 @@ class _Runs:
         """Raise Different if a run depends on data or weights, of data with which guards of inputs hold."""
         alone = follow_inputs(recorder.graph.nodes, recorder.constants)
         self.seed = 0
-        while True:
-            self.seed += 1
-            data = other_data(self.call, example, seed=self.seed)
+        for seed in range(1, _MOST_DRAWS + 1):
+            data = other_data(self.call, example, seed=seed)
             other = self.again(copies(shifted=True), data, applied=applied)
-            if self.seed == _MOST_DRAWS or not _reads_something_else(recorder.graph, other, alone):
-                return refuse_data(recorder.graph, other, self.call.samples_of(example))
+            last = seed == _MOST_DRAWS and not self.seed
+            if last or not _reads_something_else(recorder.graph, other, alone):
+                refuse_data(recorder.graph, other, self.call.samples_of(example))
+                self.seed = self.seed or seed
+                if not _counts(recorder.graph):
+                    return
+
+
+def _counts(graph: fx.Graph) -> bool:
+    """Return whether there is a shape that follows from values: two runs may have the same by chance."""
+    return any("counts" in node.meta for node in graph.nodes)
 
 
 def _reads_something_else(graph: fx.Graph, other: fx.Graph, alone: Collection[fx.Node]) -> bool:

@@ -7,7 +7,7 @@ are written as such; where one follows no rule, each size is recorded when it co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,9 +154,9 @@ def pairs_of(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node]:
     return pairs
 
 
-def same_way(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int) -> None:
+def same_way(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int, *, flags: bool = True) -> None:
     """Raise Different if a recording with ``samples`` goes another way than ``nodes``, or has a number that
-    the rule of its place does not give."""
+    the rule of its place does not give; ``flags``: so are bools and floats."""
     twins = {node.name: node for node in recording.nodes}
     ours = [node for node in nodes if node.op != "get_attr"]
     theirs = [node for node in recording.nodes if node.op not in ("get_attr", "output")]
@@ -165,7 +165,7 @@ def same_way(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int) -> Non
         if its is None or called(node.target) != called(its.target):
             raise Different(node, its, f"the run has no {node.name} with {samples} samples")
         pairs = zip(flat(facts_of(node)), flat(facts_of(its)), strict=False)
-        if not all(_follows(rule, found, samples) for rule, found in pairs):
+        if not all(_follows(rule, found, samples, flags=flags) for rule, found in pairs):
             raise Different(node, its, f"{node.name} is another call with {samples} samples")
     if len(ours) != len(theirs):
         known = {node.name for node in ours}
@@ -173,9 +173,27 @@ def same_way(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int) -> Non
         raise Different(extra, None, f"the run goes on to {extra.name} with {samples} samples")
 
 
-def _follows(rule: Any, found: Any, samples: int) -> bool:
+def moving_as(nodes: Sequence[fx.Node], recording: fx.Graph, samples: int) -> dict[fx.Node, Any]:
+    """The result of ``moving`` for a recording that goes the way of ``nodes``, whose numbers are rules; bools
+    and floats (dropout, training) are its own.
+
+    Raises: Different: it goes another way."""
+    same_way(nodes, recording, samples, flags=False)
+    rules, found = {node.name: facts_of(node) for node in nodes}, dict[fx.Node, Any]()
+    for node in recording.nodes:
+        known = [*flat(rules.get(node.name, ()))]
+        if any(isinstance(rule, Affine) for rule in known):
+            pairs = zip(flat(facts_of(node)), known, strict=True)
+            rest = iter([r if isinstance(r, Affine) else n for n, r in pairs if isinstance(n, int)])
+            found[node] = mapped(facts_of(node), int, lambda _, rest=rest: next(rest))
+    return found
+
+
+def _follows(rule: Any, found: Any, samples: int, *, flags: bool) -> bool:
     if isinstance(rule, fx.Node):
         return isinstance(found, fx.Node)
+    if isinstance(rule, bool | float) and not flags:
+        return type(rule) is type(found)
     if isinstance(rule, Affine):
         return type(found) is int and rule.at(samples) == found
     if isinstance(rule, Opens):

@@ -121,6 +121,9 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
     return memory_id(tensor) if tensor.layout is torch.strided else None
 
 
+_COUNTS = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive")
+"""Calls whose results are as long as the values of their input say."""
+
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -352,6 +355,10 @@ class Recorder(Nodes, TorchFunctionMode):
             node = self.emit("call_function", func, given, result, node_name(name))
             if drew(self.generators, states):
                 node.meta["drew"] = True
+            masks = (t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:]))
+            by_mask = name == "__getitem__" and any(masks)
+            if name in _COUNTS or by_mask or (name == "where" and len(args) == 1):
+                node.meta["counts"] = True
         elif any(isinstance(leaf, fx.Node) for leaf in tree_leaves(given)):
             self.refuse_chance(given)
             self.emit("call_function", func, given, None, f"guard_{node_name(name)}", expect=plain(result))

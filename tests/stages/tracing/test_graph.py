@@ -9,6 +9,7 @@ from reference import same_bits
 from small_pipelines import model_of, pipeline_of
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import build
 
 import penstock
@@ -146,3 +147,20 @@ def test_a_cut_that_would_part_what_is_written_to_is_refused(make, shape, layer,
     assert re.search(reason, graph.train_probe.refused[graph.layers.index(layer)])
     if make is view:
         assert graph.layers.index("linear") not in graph.train_probe.refused
+
+
+class Rows(TorchDispatchMode):
+    """Counts the rows that matrix products with a bias take, which only forwards have."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.rows += args[1].shape[0] if func is torch.ops.aten.addmm.default else 0
+        return func(*args, **kwargs or {})
+
+
+def test_a_trace_costs_fewer_than_ten_steps_of_training():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.ReLU())
+    with Rows() as counted:
+        penstock.trace(model, (torch.randn(2, 4),))
+    assert counted.rows <= 14 * 2  # with four backwards of a batch, twice as dear: seven steps

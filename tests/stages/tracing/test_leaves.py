@@ -104,6 +104,12 @@ def test_a_function_that_is_one_layer_runs_again_each_time(monkeypatch):
     assert differences(fading, changes, leaves=[faded]) == []
 
 
+def test_other_data_of_the_same_counts_by_chance_hide_no_choice_by_value():
+    for seed in range(12):
+        torch.manual_seed(seed)
+        assert "moe" in layers(), seed
+
+
 def test_what_chooses_by_value_is_one_layer_by_itself_and_the_graph_says_why():
     graph = penstock.trace(Net(), X)
     assert "moe" in graph.layers
