@@ -47,11 +47,11 @@ def split(
     chosen: list[list[int]] = []
     for part in range(parts):
         found, before = [nowhere] * len(points), [0] * len(points)
-        for end in range(part + 1, len(points)):
+        for end in _ends(part, parts, len(points)):
             edges = edge[points[end]]
             if edges > limit:
                 continue
-            for start in range(end - 1, part - 1, -1):
+            for start in range(end - 1, part - 1, -1) if part else (0,):
                 cost = span(points[start], points[end], part)
                 if cost > limit:
                     if least(points[start], points[end], part) > limit:
@@ -70,6 +70,11 @@ def split(
     return [points[end] for end in reversed(ends)]
 
 
+def _ends(part: int, parts: int, points: int) -> range:
+    """Where a part may end: each part behind it needs a point, too; the first one begins at the first."""
+    return range(points - 1 if part == parts - 1 else part + 1, points - (parts - 1 - part))
+
+
 def smallest_limit(
     points: Sequence[int], *, parts: int, span: Span, edge: Sequence[float], least: Span
 ) -> float:
@@ -77,9 +82,9 @@ def smallest_limit(
     smallest: list[float] = [0, *[math.inf] * (len(points) - 1)]
     for part in range(parts):
         found = [math.inf] * len(points)
-        for end in range(part + 1, len(points)):
+        for end in _ends(part, parts, len(points)):
             best = math.inf
-            for start in range(end - 1, part - 1, -1):
+            for start in range(end - 1, part - 1, -1) if part else (0,):
                 cost = span(points[start], points[end], part)
                 if cost >= best and least(points[start], points[end], part) >= best:
                     break  # and so would every longer one
