@@ -134,7 +134,7 @@ def capture(
         constants=recorder.constants,
         moving=moves,
         seed=runs.seed,
-        sizes=(samples,) if fixed else (samples, *sizes),
+        sizes=(samples,) if fixed else (samples, *others),
         fixed=fixed,
         leaves={path: f"like {runs.kinds[kind]}" for path, kind in alike.items()} | runs.chosen,
         dropped=dropped,
