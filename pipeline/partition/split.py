@@ -71,7 +71,7 @@ def split(
 
 
 def _ends(part: int, parts: int, points: int) -> range:
-    """Where a part may end: each part behind it needs a point, too; the first one begins at the first."""
+    """The points at which a part may end: each part behind it needs one, too."""
     return range(points - 1 if part == parts - 1 else part + 1, points - (parts - 1 - part))
 
 
