@@ -5,13 +5,18 @@ err are equals; what passes the cuts is known exactly. So that decides, and not 
 Two passes, because a prefix of the best whole need not be a best prefix: the first finds the smallest limit
 that some split keeps, the second the lightest split near it."""
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 # (start, end, part) -> cost of that part; math.inf: not allowed
 Span = Callable[[int, int, int], float]
+# of the parts up to a point: the weight of their cuts, the cost of the costliest
+Value = tuple[float, float]
 
 TOLERANCE = 5  # per cent by which predictions may err (law L4), and costs differ that count as equal
+NOWHERE = (math.inf, math.inf)
 
 
 def split(
@@ -39,56 +44,98 @@ def split(
     smallest = smallest_limit(points, parts=parts, span=span, edge=edge, least=least)
     if smallest == math.inf:
         return None
-    limit = smallest * (100 + TOLERANCE) // 100
-    # 2. the least (weight, cost of the costliest part) up to every point: a sum and a maximum, so that under
-    #    a known limit a prefix of the best is a best prefix
-    nowhere = (math.inf, math.inf)
-    best: list[tuple[float, float]] = [(0, 0), *[nowhere] * (len(points) - 1)]
-    chosen: list[list[int]] = []
-    for part in range(parts):
-        found, before = [nowhere] * len(points), [0] * len(points)
-        for end in _ends(part, parts, len(points)):
-            edges = edge[points[end]]
-            if edges > limit:
-                continue
-            for start in range(end - 1, part - 1, -1) if part else (0,):
-                cost = span(points[start], points[end], part)
-                if cost > limit:
-                    if least(points[start], points[end], part) > limit:
-                        break  # and so would every longer one
-                    continue
-                lightest, costliest = best[start]
-                one = lightest + weight[points[end]], max(costliest, cost, edges)
-                if one <= found[end]:
-                    found[end], before[end] = one, start
-        best = found
-        chosen.append(before)
-    # 3. back from the last point along the chosen starts
+    line = _Line(points, parts, span, least, edge, weight, limit=smallest * (100 + TOLERANCE) // 100)
+    # 2. the best value of each part at every point
+    values = line.values()
+    # 3. back from the last point, to the earliest start that has the value
     ends = [len(points) - 1]
-    for before in reversed(chosen):
-        ends.append(before[ends[-1]])
+    for part in reversed(range(parts)):
+        end = ends[-1]
+        best = values[part + 1][end]
+        starts = enumerate(values[part][:end])
+        ends.append(next(i for i, before in starts if line.value(before, span, i, end, part) == best))
     return [points[end] for end in reversed(ends)]
-
-
-def _ends(part: int, parts: int, points: int) -> range:
-    """The points at which a part may end: each part behind it needs one, too."""
-    return range(points - 1 if part == parts - 1 else part + 1, points - (parts - 1 - part))
 
 
 def smallest_limit(
     points: Sequence[int], *, parts: int, span: Span, edge: Sequence[float], least: Span
 ) -> float:
     """The smallest possible cost of the costliest part; math.inf where nothing is allowed."""
-    smallest: list[float] = [0, *[math.inf] * (len(points) - 1)]
-    for part in range(parts):
-        found = [math.inf] * len(points)
-        for end in _ends(part, parts, len(points)):
-            best = math.inf
-            for start in range(end - 1, part - 1, -1) if part else (0,):
-                cost = span(points[start], points[end], part)
-                if cost >= best and least(points[start], points[end], part) >= best:
+    line = _Line(points, parts, span, least, edge, weight=[0] * len(edge), limit=math.inf)
+    return line.values()[-1][-1][1]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line to cut, and the limit that no part of it may cost more than."""
+
+    points: Sequence[int]
+    parts: int
+    span: Span
+    least: Span
+    edge: Sequence[float]
+    weight: Sequence[int]
+    limit: float
+
+    def values(self) -> list[list[Value]]:
+        """Return the best value up to every point: of no part, of the first part, of the first two, ...
+
+        A value is a sum and a maximum, so that under a known limit a prefix of the best is a best prefix."""
+        found: list[list[Value]] = [[(0, 0), *[NOWHERE] * (len(self.points) - 1)]]
+        for part in range(self.parts):
+            found.append(self._with_part(part, found[-1]))
+        return found
+
+    def value(self, before: Value, span: Span, start: int, end: int, part: int) -> Value:
+        """Return the value up to ``end`` where this part begins at ``start``, which has the value before."""
+        cost = span(self.points[start], self.points[end], part)
+        if cost > self.limit:
+            return NOWHERE
+        return before[0] + self.weight[self.points[end]], max(before[1], cost, self.edge[self.points[end]])
+
+    def _with_part(self, part: int, before: Sequence[Value]) -> list[Value]:
+        """Return the values with this part, from those in front of it, in about a step for each point.
+
+        A start is kept until a later one is as good: values of those kept ascend, and the costs from them to
+        an end descend. The best for that end is where these meet."""
+        found, kept, first, new = [NOWHERE] * len(self.points), list[int](), 0, 0
+        last = len(self.points) - 1
+        # each part behind it needs a point, too
+        for end in range(last if part == self.parts - 1 else part + 1, last - (self.parts - 1 - part) + 1):
+            # 1. the starts for this end
+            for start in range(new, end):
+                while len(kept) > first and before[kept[-1]] >= before[start]:
+                    kept.pop()
+                if before[start][1] < math.inf:
+                    kept.append(start)
+            new = end
+
+            def least(start: int, end: int = end) -> float:
+                return self.least(self.points[start], self.points[end], part)
+
+            while first < len(kept) and least(kept[first]) > self.limit:
+                first += 1
+            if first == len(kept) or self.edge[self.points[end]] > self.limit:
+                continue
+            # 2. the best of them, if costs are the least ones
+            lightest = before[kept[first]][0]
+            place = bisect.bisect_left(
+                kept, True, first, key=lambda one: before[one] >= (lightest, least(one))
+            )
+            best = kept[max(place - 1, first) : place + 1]
+            found[end] = min(self.value(before[one], self.span, one, end, part) for one in best)
+            if self.span is self.least:
+                continue
+            # 3. else of all that may be better
+            if found[end] == min(self.value(before[one], self.least, one, end, part) for one in best):
+                continue
+            here = self.weight[self.points[end]]
+            place = bisect.bisect_left(
+                kept, found[end], first, key=lambda one: (before[one][0] + here, before[one][1])
+            )
+            for start in range(kept[max(place - 1, first)], part - 1, -1):
+                cost = least(start)
+                if cost > self.limit or (lightest + here, cost) >= found[end]:
                     break  # and so would every longer one
-                best = min(best, max(cost, smallest[start]))
-            found[end] = max(best, edge[points[end]])
-        smallest = found
-    return smallest[-1]
+                found[end] = min(found[end], self.value(before[start], self.span, start, end, part))
+        return found

@@ -1,5 +1,6 @@
 """Plans that are as good as brute force, ranks divided over stages, and what cannot be planned."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -347,6 +348,29 @@ def test_it_is_the_split_that_brute_force_finds(seed):
     }
     case["edge"][points[0]] = case["edge"][points[-1]] = 0
     assert split(points, **case, least=least) == by_brute_force(points, **case)
+
+
+@pytest.mark.parametrize("entering", [0, 7], ids=["of layers", "of layers and of what enters"])
+def test_twice_the_layers_are_twice_the_work(entering):
+    calls = collections.Counter()
+
+    def work(num_points):
+        sizes = random.Random(num_points).choices(range(1, 50), k=num_points)
+        sums = [0, *itertools.accumulate(sizes)]
+
+        def least(start, end, part):
+            calls[num_points] += 1
+            return sums[end] - sums[start]
+
+        def span(start, end, part):
+            return least(start, end, part) + entering * (sizes[start] % 3)
+
+        free = [0] * (num_points + 1)
+        assert split(range(num_points), parts=4, span=span, least=least, edge=free, weight=free)
+
+    work(1_000)
+    work(2_000)
+    assert calls[2_000] < 2.6 * calls[1_000], calls
 
 
 FIRST_SLOW = profile_of(
