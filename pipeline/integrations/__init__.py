@@ -6,4 +6,5 @@ data_parallel.py    gradients of DistributedDataParallel, shards of FSDP2
 transformers.py     Trainer of Hugging Face, whose model is cut into stages
 lightning.py        a strategy of Lightning, whose module is cut into stages
 fsspec.py           files through the sample cache, for whatever reads by fsspec
+mosaicml.py         shards of StreamingDataset that stay by their next use
 """

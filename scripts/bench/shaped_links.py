@@ -1,7 +1,7 @@
-"""Links of a known speed between two ranks of this machine: network namespaces, a veth pair, a token bucket.
+"""Links of a known speed between ranks of this machine: network namespaces, a bridge, token buckets.
 
 A speed that is only computed would leave out what slow links really do to a schedule. The namespaces belong
-to two processes that do nothing else and end with this one, however it ends, so nothing is ever left behind.
+to processes that do nothing else and end with this one, however it ends, so nothing is ever left behind.
 
 Source: tc-tbf(8), unshare(1), veth(4), linux/ethtool.h (SIOCETHTOOL)."""
 
@@ -22,7 +22,7 @@ from penstock.compression.errors import TransportError
 from penstock.stages.units import parse_rate
 
 LOOPBACK, DEVICE = "loopback", "penstock0"
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = [f"10.77.0.{number}" for number in range(1, 255)]
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 BURST_BYTES, LATENCY = 64 << 10, "400ms"  # of the bucket, and the longest that a packet waits in it
 SIOCETHTOOL, SET_OFFLOADS = 0x8946, (0x1F, 0x24, 0x2C)  # tso, gso, gro
@@ -30,7 +30,7 @@ SIOCETHTOOL, SET_OFFLOADS = 0x8946, (0x1F, 0x24, 0x2C)  # tso, gso, gro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Link between two ranks; without a rate (bits per second each way) it is the loopback device."""
+    """Link of a rank to the others; without a rate (bits per second each way) it is the loopback device."""
 
     name: str
     rate: float | None = None
@@ -57,17 +57,20 @@ def joined(link: Link, *, ranks: int = 2) -> Iterator[list[list[str]]]:
     user = os.geteuid() != 0  # then the namespaces belong to a user namespace
     keep = ["--user", "--preserve-credentials"] if user else []
     with contextlib.ExitStack() as stack:
-        # 1. two namespaces; the second in the user namespace of the first, so one owner may join them
+        # 1. namespaces of a switch and of the ranks; these in its user namespace, so one owner may join them
         own = ["--user", "--map-root-user"] if user else []
-        first = stack.enter_context(_holder(["unshare", *own, "--net"]))
-        owner = ["nsenter", "--target", str(first), *keep] if user else []
-        second = stack.enter_context(_holder([*owner, "unshare", "--net"]))
-        ends = [["nsenter", "--target", str(holder), *keep, "--net"] for holder in (first, second)]
-        # 2. the link between them
-        _run(ends[0], f"ip link add {DEVICE} type veth peer name {DEVICE} netns {second}")
-        # 3. its speed
+        switch = stack.enter_context(_holder(["unshare", *own, "--net"]))
+        owner = ["nsenter", "--target", str(switch), *keep] if user else []
+        holders = [stack.enter_context(_holder([*owner, "unshare", "--net"])) for _ in range(ranks)]
+        inside, *ends = (["nsenter", "--target", str(one), *keep, "--net"] for one in (switch, *holders))
+        _run(inside, "ip link add switch type bridge")
+        _run(inside, "ip link set switch up")
+        # 2. a link from each rank to it, of that speed both ways
         bucket = f"tbf rate {round(link.rate)}bit burst {BURST_BYTES}b latency {LATENCY}"
-        for end, address in zip(ends, ADDRESSES, strict=True):
+        for end, holder, address in zip(ends, holders, ADDRESSES, strict=False):
+            _run(inside, f"ip link add port{holder} type veth peer name {DEVICE} netns {holder}")
+            _run(inside, f"ip link set port{holder} master switch up")
+            _run(inside, f"tc qdisc add dev port{holder} root {bucket}")
             _run(end, f"ip address add {address}/24 dev {DEVICE}")
             _run(end, "ip link set lo up")
             _run(end, f"ip link set {DEVICE} up")
