@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from ...compression.errors import PlanError
-from .exchange import Packing, Transfers, exchange
+from .exchange import Packing, Transfers, post, slices_of
 
 
 class _Packed:
@@ -72,12 +72,16 @@ class DdpHook(_Packed):
     def _mean(self, buffer: Tensor, index: int) -> Tensor:
         group, packing = self._group, self._packing_of(self._group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        pieces = list(buffer.tensor_split(size))
-        came = exchange(packing, pieces, [pieces[rank]] * size, group, flow=("gradients", index))
-        mean = _sum(came).div_(size)
-        means = exchange(packing, [mean] * size, pieces, group, flow=("means", index))
-        for piece, one in zip(pieces, means, strict=True):
-            piece.copy_(one)
+        slices = slices_of(buffer.tensor_split(size))  # of each the piece of every rank
+        summed, divided = [], []
+        for pieces in slices:
+            summed.append(post(packing, pieces, [pieces[rank]] * size, group, flow=("gradients", index)))
+        for pieces, came in zip(slices, summed, strict=True):
+            mean = _sum(came()).div_(size)
+            divided.append(post(packing, [mean] * size, pieces, group, flow=("means", index)))
+        for pieces, means in zip(slices, divided, strict=True):
+            for piece, one in zip(pieces, means(), strict=True):
+                piece.copy_(one)
         return buffer
 
 
@@ -91,10 +95,12 @@ class FsdpAllGather(_Packed, DefaultAllocMixin, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill ``output_tensor`` with the ``input_tensor`` of every rank."""
-        parts = [input_tensor] * group.size()
-        came = exchange(self._packing_of(group), parts, parts, group, flow="shard")
-        for row, part in zip(output_tensor.view(group.size(), -1), came, strict=True):
-            row.copy_(part.view(-1))
+        size, packing = group.size(), self._packing_of(group)
+        slices = [one * size for one in slices_of([input_tensor.view(-1)])]
+        shards = [post(packing, parts, parts, group, flow="shard") for parts in slices]
+        for rows, came in zip(slices_of(output_tensor.view(size, -1).unbind()), shards, strict=True):
+            for row, part in zip(rows, came(), strict=True):
+                row.copy_(part)
 
 
 class FsdpReduceScatter(_Packed, DefaultAllocMixin, ReduceScatter):
@@ -109,10 +115,12 @@ class FsdpReduceScatter(_Packed, DefaultAllocMixin, ReduceScatter):
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise PlanError(f"gradients are summed or averaged, found {op}; leave the divide factor as it is")
-        parts = list(input_tensor.view(group.size(), -1).unbind())
-        likes = [parts[group.rank()]] * len(parts)
-        total = _sum(exchange(self._packing_of(group), parts, likes, group, flow="gradients"))
-        output_tensor.view(-1).copy_(total.div_(len(parts)) if op == dist.ReduceOp.AVG else total)
+        size, packing = group.size(), self._packing_of(group)
+        slices = slices_of(input_tensor.view(size, -1).unbind())
+        came = [post(packing, ps, [ps[group.rank()]] * size, group, flow="gradients") for ps in slices]
+        for (part,), parts in zip(slices_of([output_tensor.view(-1)]), came, strict=True):
+            total = _sum(parts())
+            part.copy_(total.div_(size) if op == dist.ReduceOp.AVG else total)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from ...compression.names import AUTO, check_name, lossless
 from ...stages.units import show_bytes
 from ..distributed.process_group import World
 from ..distributed.transport import measured_rates
+
+SLICE_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -93,15 +95,15 @@ class Packing:
         return self._chosen[flow]
 
 
-def exchange(
+def post(
     packing: Packing,
     parts: Sequence[Tensor],
     likes: Sequence[Tensor],
     group: dist.ProcessGroup | None,
     *,
     flow: Hashable,
-) -> list[Tensor]:
-    """Send ``parts[k]`` to rank k of ``group`` as a frame; return what every rank sent.
+) -> Callable[[], list[Tensor]]:
+    """Begin to send ``parts[k]`` to rank k of ``group`` as a frame; return what waits for theirs.
 
     Args:
         parts: one tensor for each rank; one that stands several times is packed once.
@@ -117,9 +119,21 @@ def exchange(
         rooms[peer] = packing.room(likes[peer])
         operations.append(dist.P2POp(dist.isend, frames[id(part)], group=group, group_peer=peer))
         operations.append(dist.P2POp(dist.irecv, rooms[peer], group=group, group_peer=peer))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    return [part if k == rank else packing.unpack(rooms[k], likes[k])[0] for k, part in enumerate(parts)]
+    works = dist.batch_isend_irecv(operations) if operations else []
+
+    def arrived() -> list[Tensor]:
+        for work in works:
+            work.wait()
+        return [part if k == rank else packing.unpack(rooms[k], likes[k])[0] for k, part in enumerate(parts)]
+
+    return arrived
+
+
+def slices_of(parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Return flat parts in slices of about ``SLICE_BYTES``, the same number of each: one is packed while
+    another travels."""
+    number = max(1, -(-max(part.nbytes for part in parts) // SLICE_BYTES))
+    return list(zip(*(part.tensor_split(number) for part in parts), strict=True))
 
 
 def _joined(group: dist.ProcessGroup | None, deadline: float) -> World:

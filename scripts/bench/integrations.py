@@ -1,11 +1,13 @@
 """Race of what other programs send, packed and as it is: torch's pipelines, DistributedDataParallel, FSDP2.
 
-Both sides of a race live in the same two processes and take turns, over loopback and shaped links. After the
-race their parameters are compared bit for bit."""
+Both sides of a race live in the same processes and take turns, over loopback and shaped links. After the race
+their parameters are compared bit for bit: on three ranks and more ours add gradients up in another order than
+gloo, so there only the pipeline's are. ``--only`` runs one side, for the peak of its memory."""
 
 from __future__ import annotations
 
 import functools
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,26 +36,33 @@ from penstock.pipeline.run.losses import cross_entropy as loss
 from penstock.pipeline.run.planning import model_name, record
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.stages.plan.plan import Plan
+from penstock.stages.units import show_bytes
 
+SIDES = ("plain", "packed")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COLUMNS: dict[str, Any] = {
     "link": "{link}",
     "host": "{host}",
+    "ranks": "{ranks}",
     "plain": "{plain:.3f} s",
     "packed": "{packed:.3f} s",
     "speedup": lambda row: f"{row['speedup']:.2f}x ({spread(row['speedup_of_pairs'])})",
     "bytes": "{ratio:.2f}x",
     "same bits": lambda row: "yes" if row["same"] else "NO",
+    "peak": lambda row: show_bytes(max(row["peaks"])),
 }
 
 
 def options() -> Any:
     """Return the parser of the command line."""
-    made = harness.parser(__doc__, job="model=resnet18 data=fake batch_size=64 micro_batches=8 threads=1")
+    made = harness.parser(
+        __doc__, job="model=resnet18 data=fake ranks=2 batch_size=64 micro_batches=8 threads=1"
+    )
     listed, add = harness.list_of, made.add_argument
     add("--hosts", type=listed(known=HOSTS), default=list(HOSTS), help=f"of {', '.join(HOSTS)}")
     add("--links", type=listed(lambda text: parse_link(text).name), default=[LOOPBACK, "1Gbit", "100Mbit"],
-        help="loopback, or rates of the link between two ranks")  # fmt: skip
+        help="loopback, or rates of each rank's link to the others")  # fmt: skip
+    add("--only", choices=SIDES, help="run one side alone")
     add("--steps", type=harness.at_least(1), default=2, help="steps of a run")
     return made
 
@@ -61,21 +70,21 @@ def options() -> Any:
 def bench(asked: Options, path: Path) -> Results:
     """Race every host on every link; return the results."""
     defaults = {"model": "resnet18", "data": "fake", "data.size": 32, "data.drop_last": "true"}
-    defaults |= {"batch_size": 64, "micro_batches": 8, "threads": 1}
-    config = harness.train_config(asked.job, defaults, {"ranks": 2})
+    defaults |= {"ranks": 2, "batch_size": 64, "micro_batches": 8, "threads": 1}
+    config = harness.train_config(asked.job, defaults)
     plan = plan_of(config)
-    fields = ("batch_size", "micro_batches", "seed", "threads")
+    fields = ("ranks", "batch_size", "micro_batches", "seed", "threads")
     facts = {name: getattr(config, name) for name in fields} | {"model": model_name(config)}
     facts |= {name: getattr(asked, name) for name in ("repeats", "steps")} | {"cuts": list(plan.cuts)}
     results = Results(path, job=facts, rows=[])
     with results.folder().private() as folder:
         for link in map(parse_link, asked.links):
-            places: dict[str, Any] = {"ranks": 2, "device": link.device}
-            with shaped_links.joined(link, ranks=2) as places["ends"]:
+            places: dict[str, Any] = {"ranks": config.ranks, "device": link.device}
+            with shaped_links.joined(link, ranks=config.ranks) as places["ends"]:
                 found = harness.measure_on_ranks(
                     "integrations", folder, asked, config, {"cut": plan}, **places
                 )
-            results.keep(rows=[row_of(link.name, host, one) for host, one in found.items()])
+            results.keep(rows=[row_of(link.name, host, config.ranks, one) for host, one in found.items()])
     harness.show(results.content["rows"], COLUMNS, left=2)
     return results
 
@@ -83,14 +92,21 @@ def bench(asked: Options, path: Path) -> Results:
 def plan_of(config: TrainConfig) -> Plan:
     """Cut the model for torch's 1F1B, which takes one stage a rank."""
     profile = record(config, Job(config).samples).measure()
-    return partition(profile, ranks=2, cuts=config.cuts, micro_batches=config.micro_batches, codec="raw")
+    return partition(
+        profile, ranks=config.ranks, cuts=config.cuts, micro_batches=config.micro_batches, codec="raw"
+    )
 
 
-def row_of(link: str, host: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a race."""
-    runs, row = found["runs"], {"link": link, "host": host, "same": found["same"]}
+def row_of(link: str, host: str, ranks: int, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a race, or of one side."""
+    runs, row = found["runs"], {"link": link, "host": host, "ranks": ranks}
     row |= {side: statistics.median(runs[side]) for side in runs} | {"runs": runs}
-    row["ratio"] = found["raw"] / max(1, found["sent"])
+    if found["sent"]:
+        row["ratio"] = found["raw"] / found["sent"]
+    if len(runs) < len(SIDES):
+        return row | {"peaks": found["peaks"]}
+    if ranks == 2 or host == "pipeline":
+        row["same"] = found["same"]
     return row | ratio_of_pairs(runs["plain"], runs["packed"])
 
 
@@ -126,7 +142,7 @@ def fsdp2(job: Job, plan: Plan, *, packed: bool, dtype: torch.dtype) -> Made:
     gather, scatter = penstock.FsdpAllGather(), penstock.FsdpReduceScatter()
     sharded: list[Any] = [child for child in whole.children() if [*child.parameters()]]
     for module in [*sharded, whole]:
-        fully_shard(module, mesh=init_device_mesh(HOST, (2,)), mp_policy=policy)
+        fully_shard(module, mesh=init_device_mesh(HOST, (dist.get_world_size(),)), mp_policy=policy)
         if packed:
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
@@ -138,7 +154,7 @@ def _plain_step(job: Job, model: nn.Module, dtype: torch.dtype) -> Callable[[Any
 
     def step(inputs: Any, targets: Any) -> None:
         optimizer.zero_grad()
-        own = slice(dist.get_rank(), None, 2)  # each rank takes half of a batch
+        own = slice(dist.get_rank(), None, dist.get_world_size())  # each rank takes its part of a batch
         loss(model(inputs[own].to(dtype)).float(), targets[own]).backward()
         optimizer.step()
 
@@ -159,20 +175,21 @@ def rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
     (plan,), found = harness.load_plans(folder).values(), {}
     for host in asked.hosts:
         make, settings = HOSTS[host]
-        sides = {side: make(job, plan, packed=side == "packed", **settings) for side in ("plain", "packed")}
+        asked_for = [asked.only] if asked.only else SIDES
+        sides = {side: make(job, plan, packed=side == "packed", **settings) for side in asked_for}
         turns = {
             side: functools.partial(_turn, step, cycle(job.batches()), asked.steps)
             for side, (step, *_) in sides.items()
         }
         alternate(turns, 1)  # which is not timed
         runs = alternate(turns, asked.repeats)
-        plain, packed = (list(module.parameters()) for _, module, _ in sides.values())
-        locals_ = zip(map(_local, plain), map(_local, packed), strict=True)
-        here = [all(torch.equal(one, other) for one, other in locals_)]
-        counted = [getattr(one, "transfers", one) for one in sides["packed"][2]]
+        trained = zip(*(map(_local, module.parameters()) for _, module, _ in sides.values()), strict=True)
+        here = [all(torch.equal(one, other) for one, *others in trained for other in others)]
+        counted = [getattr(one, "transfers", one) for _, _, transfers in sides.values() for one in transfers]
         here += [sum(one.bytes_raw for one in counted), sum(one.bytes_sent for one in counted)]
-        same, raw, sent = zip(*world.all_gather_json(here), strict=True)
-        found[host] = {"runs": runs, "same": all(same), "raw": sum(raw), "sent": sum(sent)}
+        here += [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10]
+        same, raw, sent, peaks = zip(*world.all_gather_json(here), strict=True)
+        found[host] = {"runs": runs, "same": all(same), "raw": sum(raw), "sent": sum(sent), "peaks": peaks}
     return found
 
 

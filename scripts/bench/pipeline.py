@@ -105,7 +105,7 @@ def options() -> Any:
         help="micro-batches in flight beyond 1f1b, a contestant each; for schedules the first")  # fmt: skip
     link = lambda text: parse_link(text).name  # noqa: E731
     add("--links", type=listed(link), default=[LOOPBACK, "1Gbit", "100Mbit", "20Mbit", "10Mbit"],
-        help="loopback, or rates of the link between two ranks")  # fmt: skip
+        help="loopback, or rates of each rank's link to the others")  # fmt: skip
     add("--steps", type=count, default=10, help="most steps of a run")
     seconds = "a run has fewer steps where steps would take longer than this"
     add("--seconds", type=harness.at_least(0.0), default=4.0, help=seconds)
@@ -123,8 +123,6 @@ def bench(asked: Options, path: Path) -> Results:
             "change one"
         )
     links = [parse_link(name) for name in asked.links]
-    if config.ranks > 2 and (shaped := [link.name for link in links if link.rate]):
-        raise ConfigError(f"ranks={config.ranks}: a shaped link joins 2; leave {', '.join(shaped)} out")
     entrants = entrants_of(asked)
     plans = plans_of(config, entrants)
     fields = ("ranks", "batch_size", "micro_batches", "seed", "threads")

@@ -1,5 +1,6 @@
 """Gradients of DistributedDataParallel and shards of FSDP2 as frames: sums in the order of ranks."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -13,6 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock import PlanError
+from penstock.pipeline.integrations import exchange
+
+WHOLE, TINY = exchange.SLICE_BYTES, 1000  # bytes: more than any tensor here has, and less
+
+
+@contextlib.contextmanager
+def sliced(num_bytes):
+    """The block in which tensors travel in slices of so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "SLICE_BYTES", num_bytes)
+        yield
 
 
 def model(dtype=torch.float32, width=37):
@@ -46,16 +58,17 @@ def in_order(steps, dtype):
     return list(replica.parameters())
 
 
-def with_ddp(codec, bucket_mb, dtype):
+def with_ddp(codec, bucket_mb, slice_bytes, dtype):
     hook = penstock.ddp_hook(codec)
     replica = DistributedDataParallel(model(dtype), bucket_cap_mb=bucket_mb)
     replica.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        x, y = batch(step, dist.get_rank(), dtype)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(replica(x), y).backward()
-        optimizer.step()
+    with sliced(slice_bytes):
+        for step in range(3):
+            x, y = batch(step, dist.get_rank(), dtype)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(replica(x), y).backward()
+            optimizer.step()
     expected = in_order(3, dtype)
     assert all(map(same_bits, replica.parameters(), expected))
     return hook.transfers.bytes_raw, hook.transfers.bytes_sent
@@ -63,14 +76,20 @@ def with_ddp(codec, bucket_mb, dtype):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("bucket_mb", [0.004, 25], ids=["many buckets", "one bucket"])
+@pytest.mark.parametrize(
+    ("bucket_mb", "slice_bytes"),
+    [(0.004, WHOLE), (25, WHOLE), (25, TINY)],
+    ids=["many buckets", "one bucket", "many slices"],
+)
 @pytest.mark.parametrize(
     ("codec", "dtype"), [("auto", torch.float32), ("exponent", torch.bfloat16)], ids=["auto", "exponent"]
 )
-def test_gradients_are_added_in_the_order_of_ranks_whatever_the_buckets(ranks, size, bucket_mb, codec, dtype):
-    for raw, sent in ranks.run(with_ddp, codec, bucket_mb, dtype, ranks=size):
+def test_gradients_are_added_in_the_order_of_ranks_whatever_the_buckets(
+    ranks, size, bucket_mb, slice_bytes, codec, dtype
+):
+    for raw, sent in ranks.run(with_ddp, codec, bucket_mb, slice_bytes, dtype, ranks=size):
         assert raw > 0
-        assert codec == "auto" or sent < 0.9 * raw
+        assert codec == "auto" or slice_bytes == TINY or sent < 0.9 * raw  # a frame has a header
 
 
 def lossy():
@@ -107,17 +126,22 @@ def with_fsdp(packed, dtype):
 
 
 def compare_fsdp(dtype):
-    plain, _ = with_fsdp(packed=False, dtype=dtype)
+    """Two numbers have one sum, in either order; three have not, but slices do not change it."""
     packed, counted = with_fsdp(packed=True, dtype=dtype)
-    assert all(map(same_bits, plain, packed))
+    with sliced(TINY):
+        again, _ = with_fsdp(packed=True, dtype=dtype)
+    assert all(map(same_bits, packed, again))
+    if dist.get_world_size() == 2:
+        plain, _ = with_fsdp(packed=False, dtype=dtype)
+        assert all(map(same_bits, packed, plain))
     return counted
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_fsdp_on_two_ranks_has_its_own_bits(ranks, dtype):
-    """Two numbers have one sum, in either order."""
-    for counted in ranks.run(compare_fsdp, dtype, ranks=2):
+@pytest.mark.parametrize("size", [2, 3])
+def test_fsdp_on_two_ranks_has_its_own_bits_and_slices_change_none(ranks, size, dtype):
+    for counted in ranks.run(compare_fsdp, dtype, ranks=size):
         for raw, sent in counted:
             assert 0 < sent < raw
 

@@ -126,7 +126,6 @@ REFUSED = {
     "codecs --repeats 0": "0 must be a whole number of 1 or more",
     "offload --path nowhere": "--path=nowhere is no folder; name the one",
     "pipeline batch_size=10 micro_batches=4": "micro-batches of one size, found ranks=2 batch_size=10",
-    "pipeline ranks=3 --links 1Gbit": "a shaped link joins 2; leave 1Gbit out",
     "replicas --nothing": "unrecognized arguments: --nothing",
 }
 
