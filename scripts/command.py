@@ -14,7 +14,7 @@ from ..compression.errors import PenstockError
 from ..pipeline.distributed.launcher import Launched, end
 from . import stopping
 
-COMMANDS = ("train", "plan", "export", "diff", "cache")
+COMMANDS = ("train", "plan", "export", "diff", "replay", "audit", "cache")
 USAGE = """\
 penstock COMMAND [KEY=VALUE ...]
 
@@ -22,6 +22,8 @@ penstock COMMAND [KEY=VALUE ...]
   penstock plan    show how a network would be cut, and save the plan
   penstock export  write the model of a checkpoint
   penstock diff    find the first step and layers at which two runs differ
+  penstock replay  repeat a step of a run, on any cut, and look at what is in it
+  penstock audit   repeat steps drawn at random, to find a machine that computes wrongly
   penstock cache   keep samples in memory for all jobs of this machine, and show who uses them
 
 penstock COMMAND --help lists the options of a command."""

@@ -44,15 +44,20 @@ def digest_of(item: Any) -> str:
     return hashed.hexdigest()
 
 
-def digests_of(pipe: Pipeline) -> dict[str, list[str | None]]:
-    """By name what this rank holds: its digest, that of its gradient and of its optimizer's state. Of
-    replicas that divide the update, only the owner has the last two."""
+def states_of(pipe: Pipeline) -> dict[str, tuple[torch.Tensor, Mapping[str, Any] | None]]:
+    """By name what this rank holds, each with the state that its optimizer has of it; None where it has no
+    optimizer here: of replicas that divide the update, only the owner has one."""
     groups = [(one, group) for one in pipe.update.optimizers.values() for group in one.param_groups]
     states = {id(p): one.state.get(p, {}) for one, group in groups for p in group["params"]}
+    return {name: (tensor, states.get(id(tensor))) for name, tensor in pipe.state.held.items()}
+
+
+def digests_of(pipe: Pipeline) -> dict[str, list[str | None]]:
+    """By name what this rank holds: its digest, that of its gradient and of its optimizer's state."""
     found: dict[str, list[str | None]] = {}
-    for name, tensor in pipe.state.held.items():
+    for name, (tensor, state) in states_of(pipe).items():
         found[name] = [digest_of(tensor), None, None]
-        if (state := states.get(id(tensor))) is not None:
+        if state is not None:
             parts = [f"{key} {digest_of(state[key])}" for key in sorted(state)]
             found[name][1:] = [digest_of(tensor.grad), digest_of(parts) if parts else None]
     return found
@@ -134,22 +139,31 @@ def first_difference(one: Path, other: Path) -> tuple[Difference | None, int]:
 
     Raises:  ConfigError: a run has none, or no step of the other's, or is of another model."""
     found = [{line["step"]: line for line in _lines(folder)} for folder in (one, other)]
-    steps, same = sorted(found[0].keys() & found[1].keys()), None
-    if not steps:
+    common = found[0].keys() & found[1].keys()
+    if not common:
         raise ConfigError(f"{one} and {other} have no step in common on record; train with digest.every=1")
-    for step in steps:
-        ours, theirs = (lines[step] for lines in found)
+    return first_of(*found), len(common)
+
+
+def first_of(
+    one: Mapping[int, Any], other: Mapping[int, Any], *, same: int | None = None
+) -> Difference | None:
+    """Return the first difference of lines by their step; ``same``: a step before them that is the same.
+
+    Raises:  ConfigError: they are of different models."""
+    for step in sorted(one.keys() & other.keys()):
+        ours, theirs = one[step], other[step]
         if odd := ours["values"].keys() ^ theirs["values"].keys():
-            raise ConfigError(f"{one} and {other} trained other models: one alone has {min(odd)}")
+            raise ConfigError(f"the digests are of different models: one alone has {min(odd)}")
         pairs = [(name, a, theirs["values"][name]) for name, a in ours["values"].items()]
         differ = {kind: [name for name, a, b in pairs if a[n] != b[n]] for n, kind in enumerate(KINDS)}
         names = {kind: found for kind, found in differ.items() if found}
         a, b = (loss and float.fromhex(loss) for loss in (ours["loss"], theirs["loss"]))
         losses = None if ours["loss"] == theirs["loss"] else (str(a), str(b))
         if names or losses:
-            return Difference(step=step, same=same, names=names, losses=losses), len(steps)
+            return Difference(step=step, same=same, names=names, losses=losses)
         same = step
-    return None, len(steps)
+    return None
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:

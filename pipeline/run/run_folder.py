@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,10 +199,14 @@ class RunFolder:
                 error.args = (str(error).replace(str(folder.errors), str(self.errors)),)
                 raise
 
-    def read_config(self) -> TrainConfig:
-        """Return the configuration that ``save`` or ``tell`` wrote."""
-        content = OmegaConf.create(self.config.read_text())
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), content))
+    def read_config(self, *, without: Collection[str] = (), changes: Sequence[str] = ()) -> TrainConfig:
+        """Return the configuration that ``save`` or ``tell`` wrote, ``without`` some of its options, and with
+        ``changes``, KEY=VALUE."""
+        content: Any = OmegaConf.create(self.config.read_text())
+        for name in without:
+            content.pop(name, None)
+        asked = OmegaConf.from_dotlist([*changes])
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), content, asked))
         assert isinstance(config, TrainConfig)
         return config
 

@@ -94,7 +94,7 @@ EARLY = {
     "plan schedule=zbv stages=3": "found stages=3 for ranks=2; take stages=4",
     "plan epochs=3": "there is no option epochs",
     "plan --multirun seed=1,2 hydra.sweep.dir=/dev/null/sweep": "/dev/null/sweep cannot be written",
-    "trian": "known are train, plan, export, diff, cache",
+    "trian": "known are train, plan, export, diff, replay, audit, cache",
     "export": "reads one run or checkpoint, found none",
     "export run run": "reads one run or checkpoint, found run run",
     "export run outptu=a": "no option outptu=a",

@@ -109,7 +109,7 @@ def test_what_differs_first_is_said(capfd):
     lines.write_text("".join(changed("one", 7, "3.weight", 1).splitlines(keepends=True)[::4]))
     assert "not every step up to 8 is on record" in diff(capfd, "one", "other")[1]
     lines.write_text(whole.replace('"3.bias"', '"4.bias"'))
-    assert "trained other models: one alone has 3.bias" in refusal("one other", capfd, name="diff")
+    assert "of different models: one alone has 3.bias" in refusal("one other", capfd, name="diff")
 
 
 def test_replicas_that_part_are_told_with_their_step_and_name(capfd, monkeypatch):

@@ -1,0 +1,225 @@
+"""Steps of a run once more, in one process and on any cut, held to the digests that the run recorded.
+
+A synchronous step follows from the checkpoint before it, the options and the data, so a machine that
+computes right gets the same bits. ``replayed`` goes from the newest checkpoint at or before a step, or from
+the initial weights, to that step; ``audited`` does so for steps drawn at random, each on another cut."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf.errors import OmegaConfBaseException
+from rich.table import Table
+from torch import Tensor
+
+from ...compression.codec import LOSSY_CODECS
+from ...compression.errors import ConfigError
+from ...conf.schema import TrainConfig
+from ...stages.plan.plan import Plan
+from ...stages.safetensors_io import write_tensors
+from ..checkpoint import load
+from . import console
+from .digests import Difference, first_of, record_digests, states_of
+from .metrics import read_lines
+from .planning import count_steps, prepare
+from .resume import flat, kind_of, resolve
+from .run_folder import RunFolder, step_of
+from .train import build_run
+from .training_loop import course, loader
+
+if TYPE_CHECKING:
+    from ..pipeline import Pipeline
+
+ANEW = (
+    "ranks", "stages", "cuts", "schedule", "program", "plan", "weights_first", "recompute", "extra_in_flight",
+    "link", "memory", "codec", "replicas", "checkpoint", "digest", "eval", "logger", "cache", "max_restarts",
+    "min_ranks", "nan",
+)  # fmt: skip
+"""Options of a run that change no bit, and are not those of its replay."""
+SCHEDULES = ("gpipe", "1f1b", "zb_h1")
+TIERS = ("device", "packed", "host")
+
+Line = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedStep:
+    """A step once more: its number and line of digests, whether the run has one on record, the first
+    difference of both, and the pipeline behind it."""
+
+    step: int
+    line: Line
+    is_recorded: bool
+    difference: Difference | None
+    pipe: Pipeline
+
+
+def replayed(
+    run: Path, step: int, options: Sequence[str] = (), *, tell: Callable[[str], None]
+) -> Generator[RepeatedStep]:
+    """Repeat the steps from the newest checkpoint at or before ``step`` to it.
+
+    Args:    options: KEY=VALUE as for ``penstock train``, in the place of the run's own.
+    Raises:  ConfigError: the run has no such step, or is not one that can be repeated."""
+    folder = RunFolder(path=run)
+    config, recorded = _options(folder, options, tell), recorded_lines(folder)
+    config.resume = _source(folder, config, step)
+    samples = prepare(config)
+    if not 0 <= step < (number := count_steps(config, samples)):
+        raise ConfigError(f"{run} has steps 0 to {number - 1}, found step={step}; name one of them")
+    with contextlib.ExitStack() as stack:
+        private = stack.enter_context(folder.private())
+        source = resolve(config, private, tell, threads=config.threads)
+        with console.planning():
+            _, pipe = build_run(config, samples, private, source=source)
+        assert pipe is not None, "one process has it whole"
+        stack.callback(pipe.close)
+        if source:
+            load(pipe, source.checkpoint.folder)
+        ahead = dataclasses.replace(course(config, samples, done=pipe.num_steps), tests=0)
+        loads = stack.enter_context(
+            contextlib.closing(loader(config, samples, pipe, ahead, folder=private.path, tell=tell))
+        )
+        lines: Any = []
+        record = record_digests(pipe, lines, every=1, tell=tell)
+        same = pipe.num_steps - 1 if pipe.num_steps else None  # behind it stands the checkpoint
+        for now, index in enumerate(ahead, pipe.num_steps):
+            record(pipe.step(*loads.take(index)))
+            ours = {one: recorded[one] for one in [now] if one in recorded}
+            difference = first_of(ours, {now: lines[-1]}, same=same)
+            same = now if ours and not difference else same
+            yield RepeatedStep(
+                step=now, line=lines.pop(), is_recorded=bool(ours), difference=difference, pipe=pipe
+            )
+            if now == step:
+                return
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Result of a step that was drawn: the options of its replay, and the first difference on the way to it.
+
+    ``repeats``: whether a second replay had the same other bits, so that they are the run's; None where there
+    was none."""
+
+    step: int
+    options: Sequence[str]
+    difference: Difference | None
+    repeats: bool | None = None
+
+
+def audited(run: Path, *, steps: int, seed: int, tell: Callable[[str], None]) -> Iterator[Audit]:
+    """Replay so many steps on record, drawn at random, each on a cut, schedule and tier drawn at random.
+
+    Raises:  ConfigError: there is nothing on record."""
+    folder, draw = RunFolder(path=run), random.Random(seed)
+    recorded = sorted(recorded_lines(folder))
+    if not recorded:
+        raise ConfigError(f"{run} has no {folder.digests.name}; train with digest.every=10")
+    most = Plan.load(folder.plan).num_stages  # so many the model can be cut into
+    for step in sorted(draw.sample(recorded, min(steps, len(recorded)))):
+        options = [f"stages={draw.randint(1, most)}", f"schedule={draw.choice(SCHEDULES)}"]
+        options.append(f"memory.tier={draw.choice(TIERS)}")
+        one = _first_difference(run, step, options, tell)
+        if one is None:
+            yield Audit(step=step, options=options, difference=None)
+        else:
+            other = _first_difference(run, one.step, ["stages=1"], tell)
+            same = other is not None and other.line == one.line
+            yield Audit(step=step, options=options, difference=one.difference, repeats=same)
+
+
+def _first_difference(
+    run: Path, step: int, options: Sequence[str], tell: Callable[[str], None]
+) -> RepeatedStep | None:
+    with contextlib.closing(replayed(run, step, options, tell=tell)) as steps:
+        return next((repeated for repeated in steps if repeated.difference), None)
+
+
+def show(repeated: RepeatedStep, name: str, path: Path) -> None:
+    """Print figures of all tensors behind a step whose names begin with ``name``, and write them to ``path``.
+
+    Raises:  ConfigError: there are none."""
+    found: dict[str, Tensor] = {}
+    for full, (tensor, state) in states_of(repeated.pipe).items():
+        if f"{full}.".startswith(f"{name}."):
+            every = {"weights": tensor, "gradients": tensor.grad, **(state or {})}
+            found |= {f"{full} {kind}": one for kind, one in every.items() if isinstance(one, Tensor)}
+    if not found:
+        names = [*repeated.line["values"]]
+        ends = f"they run from {names[0]} to {names[-1]}"
+        raise ConfigError(f"show={name}: no weight has this name or lies in a module of it; {ends}")
+    table = Table("tensor", "shape", "mean", "std", "least", "most", "zeros", "not finite")
+    for kind, tensor in found.items():
+        values = tensor.detach().double().flatten()
+        figures = (values.mean(), values.std(correction=0), values.min(), values.max())
+        shares = ((values == 0).double().mean(), (~values.isfinite()).double().mean())
+        row = (*(f"{one:.4g}" for one in figures), *(f"{one:.1%}" for one in shares))
+        table.add_row(kind, "x".join(map(str, tensor.shape)), *row)
+    console.screen().print(table)
+    path.parent.mkdir(exist_ok=True)
+    write_tensors(path, {kind: tensor.detach().cpu().contiguous() for kind, tensor in found.items()})
+    print(console.short(path))
+
+
+def recorded_lines(folder: RunFolder) -> dict[int, Line]:
+    """The lines of digests by step; none where the run recorded none."""
+    lines = read_lines(folder.digests) if folder.digests.is_file() else []
+    return {line["step"]: line for line in lines}
+
+
+def first_not_finite(run: Path) -> int:
+    """Return the first step whose loss is no number.
+
+    Raises:  ConfigError: every loss is one."""
+    for line in read_lines(RunFolder(path=run).metrics):
+        if line["loss"] is None:
+            return int(line["step"])
+    raise ConfigError(f"step=nan is the first step whose loss is no number, and {run} has none; name a step")
+
+
+def _options(folder: RunFolder, changes: Sequence[str], tell: Callable[[str], None]) -> TrainConfig:
+    """Return the options of a run for its replay."""
+    if not folder.config.is_file():
+        raise ConfigError(f"{folder.path} has no {folder.config.name}; name the folder of a run")
+    was = folder.read_config()
+    if was.streams:
+        raise ConfigError(
+            f"a replay repeats synchronous steps, found schedule={was.schedule} weights={was.weights}, where "
+            "micro-batches of several steps are in flight"
+        )
+    if was.codec in LOSSY_CODECS:
+        raise ConfigError(f"a replay on another cut needs a lossless codec, found codec={was.codec}")
+    if was.replicas.several and not was.replicas.exact:
+        tell("bits may differ: the run summed gradients over replicas without replicas.exact=true")
+    try:
+        now = folder.read_config(without=ANEW, changes=["ranks=1", "codec=raw", *changes])
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{' '.join(changes)} does not fit penstock train: {reason}") from error
+    there = dict(flat(dataclasses.asdict(was)))
+    for key, mine in flat(dataclasses.asdict(now)):
+        if mine == there.get(key):
+            continue
+        kind = kind_of(key, now, mine, there.get(key))
+        if kind == "refused" or now.streams:
+            raise ConfigError(
+                f"{key}={mine} is another training than {folder.path}, which had {there.get(key)}"
+            )
+        if kind == "said":
+            tell(f"bits may differ: {key}={mine} was {there.get(key)}")
+    return now
+
+
+def _source(folder: RunFolder, config: TrainConfig, step: int) -> str | None:
+    """Return the newest checkpoint at or before a step; what the run itself went on from; or None."""
+    for path in folder.whole_checkpoints():
+        if step_of(path) <= step:
+            return str(path)
+    own = config.resume is None or Path(config.resume).resolve() == folder.path.resolve()
+    return None if own else config.resume

@@ -1,0 +1,46 @@
+"""``penstock audit``: steps of a run once more, drawn at random, to find a machine that computes wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..compression.errors import ConfigError
+from .command_line import asks_for_help
+from .replay import run_and_options
+
+HELP = """\
+penstock audit RUN [steps=N] [seed=N]
+
+RUN                       the folder of a run that was trained with digest.every=
+steps=N                   how many steps on record to repeat; default: 20
+seed=N                    of what is drawn: the steps, and for each another cut, schedule and tier; default: 0
+
+Each step is repeated in this process from the newest checkpoint at or before it, and compared with what is on
+record. The exit code is 0 where all are the same, else 1. A step that differs is repeated a second time: if
+that has the same other bits the run computed wrongly, else this machine does."""
+
+REPEATS = "a second replay on one stage has the same bits as the first, so the run computed otherwise"
+PARTS = "a second replay on one stage has other bits than the first, so this machine computes wrongly"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Audit the run that ``arguments`` name; return the exit code."""
+    if asks_for_help(arguments):
+        print(HELP)
+        return 0
+    run, options = run_and_options(arguments, "penstock audit RUN")
+    numbers = {"steps": 20, "seed": 0}
+    for key, value in options.items():
+        if key not in numbers or not value.isdecimal() or (key == "steps" and value == "0"):
+            raise ConfigError(f"{key}={value}: penstock audit takes steps= and seed=, numbers; try steps=20")
+        numbers[key] = int(value)
+    from ..pipeline.run import console
+    from ..pipeline.run.replay import audited
+
+    wrong = 0
+    for audit in audited(run, tell=console.warn, **numbers):
+        print(f"step {audit.step} ({' '.join(audit.options)}): {audit.difference or 'as on record'}")
+        if audit.difference:
+            wrong += 1
+            print(f"  {REPEATS if audit.repeats else PARTS}")
+    return int(wrong > 0)

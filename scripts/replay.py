@@ -1,0 +1,83 @@
+"""``penstock replay``: a step of a run once more, and what is in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..compression.errors import ConfigError, StageError
+from .command_line import asks_for_help
+
+if TYPE_CHECKING:
+    from ..pipeline.run.replay import RepeatedStep
+
+NOT_FINITE = "nan"
+HELP = """\
+penstock replay RUN step=N [show=NAME] [KEY=VALUE ...]
+
+RUN                       the folder of a run of penstock train, synchronous and with a lossless codec
+step=N                    the step to repeat, as metrics.jsonl counts them; nan: the first whose loss is no
+                          number, with the layer in which it came up
+show=NAME                 print figures of the weights, gradients and optimizer state under this name behind
+                          the step, and write them to RUN/replay/step_N.safetensors
+KEY=VALUE                 options of penstock train, such as stages=3 schedule=gpipe; default: one stage
+
+The replay runs in this process, from the newest checkpoint at or before the step, or from the beginning.
+Where the run has digests of the step on record (digest.every=), the replay is compared with them. The exit
+code is 0 where they are the same or there are none, else 1."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Repeat the step that ``arguments`` name; return the exit code."""
+    if asks_for_help(arguments):
+        print(HELP)
+        return 0
+    run, options = run_and_options(arguments, "penstock replay RUN step=N")
+    step, name = options.pop("step", None), options.pop("show", None)
+    if step is None or not (step.isdecimal() or step == NOT_FINITE):
+        raise ConfigError(f"step= is a number of a step, or nan, found {step}; write step=0 for the first")
+    from ..pipeline.run import console
+    from ..pipeline.run.replay import first_not_finite, replayed, show
+
+    if step == NOT_FINITE:
+        options["detect_anomaly"] = "true"
+    number = first_not_finite(run) if step == NOT_FINITE else int(step)
+    compared, repeated = 0, None
+    typed = [f"{key}={value}" for key, value in options.items()]
+    try:
+        for repeated in replayed(run, number, typed, tell=console.warn):
+            compared += repeated.is_recorded
+            if repeated.difference:
+                break
+    except StageError as error:
+        if step != NOT_FINITE:
+            raise
+        print(error)
+        return 0
+    assert repeated is not None, "there is a step"
+    print(repeated.difference or _sentence(repeated, compared))
+    if name:
+        show(repeated, name, run / "replay" / f"step_{repeated.step}.safetensors")
+    return int(repeated.difference is not None)
+
+
+def _sentence(repeated: RepeatedStep, compared: int) -> str:
+    loss = repeated.line["loss"] and float.fromhex(repeated.line["loss"])
+    steps = {0: "the run has no digests of it (digest.every=)", 1: "the same digests as on record"}
+    return (
+        f"step {repeated.step}: loss {loss}; {steps.get(compared, f'the same digests in {compared} steps')}"
+    )
+
+
+def run_and_options(arguments: Sequence[str], usual: str) -> tuple[Path, dict[str, str]]:
+    """Return the folder of a run and KEY=VALUE options."""
+    folders = [word for word in arguments if "=" not in word]
+    if len(folders) != 1 or folders[0].startswith("-") or not Path(folders[0]).is_dir():
+        raise ConfigError(f"{' '.join(folders) or 'nothing'} is no folder of a run; write {usual}")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # where model._target_=my.Net usually is
+    pairs = (word.partition("=") for word in arguments if "=" in word)
+    return Path(folders[0]), {key: value for key, _, value in pairs}

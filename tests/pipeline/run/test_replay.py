@@ -1,0 +1,183 @@
+"""Steps once more: on any cut the digests on record, and where a bit was flipped, its step and its name."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import answer, refusal, train, trained
+from safetensors.torch import load_file
+
+PLANTED = """
+import os
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.2),
+                         nn.ReLU(), nn.Linear(16, 4))
+
+def data(infinite=None):
+    draw = torch.Generator().manual_seed(5)
+    x, y = torch.randn(64, 12, generator=draw), torch.randint(4, (64,), generator=draw)
+    if infinite is not None:
+        x[infinite] = torch.inf
+    table = torch.utils.data.TensorDataset(x, y)
+    return table, table
+
+class Faulty(torch.optim.SGD):
+    '''Flips one bit of one gradient, at the step and in the parameter of so many elements that FLIP names.'''
+
+    def step(self, closure=None):
+        at, size, bit = map(int, os.environ.get("FLIP", "-1 0 0").split())
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one]["count"] = self.state[one].get("count", 0) + 1
+                if self.state[one]["count"] == at + 1 and one.numel() == size:
+                    one.grad.view(torch.int32).view(-1)[3] ^= 1 << bit
+        return super().step(closure)
+"""
+JOB = (
+    "model._target_=mine.Net data._target_=mine.data batch_size=8 micro_batches=4 epochs=2 threads=1 "
+    "digest.every=1 codec=zero_value"
+)
+FAULTY = "optimizer._target_=mine.Faulty optimizer.lr=0.1"
+SIZES = {"0.weight": 192, "3.weight": 256, "6.bias": 4}
+
+
+@pytest.fixture(autouse=True)
+def planted():
+    Path("mine.py").write_text(PLANTED)
+
+
+def test_a_run_that_was_killed_and_resumed_on_fewer_ranks_is_repeated_on_any_cut(capfd):
+    job = f"{JOB} optimizer=adamw scheduler=cosine checkpoint.every=4 checkpoint.keep=9 hydra.run.dir=run"
+    trained(f"{job} ranks=3 memory.tier=disk")
+    for left in ("summary.json", "model.safetensors"):  # as a run that was killed behind step 12
+        Path("run", left).unlink()
+    for step in (12, 16):
+        shutil.rmtree(f"run/checkpoints/step_{step:08}")
+    trained(f"{job} ranks=2 resume=auto memory.parameters=device")
+    cuts = (
+        "",
+        "stages=3 schedule=gpipe",
+        "stages=2 memory.tier=packed",
+        "ranks=3 schedule=zb_h1",
+        "threads=1",
+    )
+    for step, cut in zip((0, 3, 7, 8, 15), cuts, strict=True):
+        code, shown, _ = answer(f"replay run step={step} {cut}", capfd)
+        assert code == 0
+        assert re.search(rf"^step {step}: loss [\d.]+; the same digests", shown, re.M), shown
+    trained_weights = load_file("run/model.safetensors")
+    assert answer("replay run step=15 show=3", capfd)[0] == 0
+    shown = load_file("run/replay/step_15.safetensors")
+    assert {name.split()[1] for name in shown} == {"weights", "gradients", "step", "exp_avg", "exp_avg_sq"}
+    assert shown["3.weight weights"].equal(trained_weights["3.weight"])
+
+
+def test_a_run_without_checkpoints_or_digests_is_repeated_from_the_beginning(capfd):
+    trained(f"{JOB} ranks=1 digest.every=null hydra.run.dir=run")
+    code, shown, _ = answer("replay run step=2", capfd)
+    assert code == 0
+    assert "the run has no digests of it (digest.every=)" in shown
+    assert "has no digests.jsonl" in refusal("run", capfd, name="audit")
+
+
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [
+        (n, [*SIZES][n % 3]) if n < 3 else pytest.param(n, [*SIZES][n % 3], marks=pytest.mark.slow)
+        for n in range(20)
+    ],
+)
+def test_one_flipped_bit_is_found_at_its_step_in_its_gradient(seed, name, monkeypatch, capfd):
+    step, bit = 1 + 7 * seed % 15, 7 * seed % 32
+    monkeypatch.setenv("FLIP", f"{step} {SIZES[name]} {bit}")
+    layout = (
+        "ranks=3",
+        "ranks=2 replicas.count=2 replicas.exact=true stages=1",
+        "ranks=2 memory.tier=packed",
+    )
+    trained(f"{JOB} {FAULTY} {layout[seed % 3]} checkpoint.every=5 checkpoint.keep=9 hydra.run.dir=run")
+    monkeypatch.delenv("FLIP")
+    code, shown, _ = answer("audit run steps=16", capfd)
+    assert code == 1
+    first, differs = next(
+        one for one in re.findall(r"^step (\d+) \(.*?\): (.*)$", shown, re.M) if one[1] != "as on record"
+    )
+    assert int(first) == step
+    assert differs.startswith(f"step {step} is the first that differs")
+    assert re.search(rf"gradients: 1 differ, {re.escape(name)}\n", shown), shown
+    assert "the run computed otherwise" in shown
+    assert answer(f"replay run step={step - 1}", capfd)[0] == 0
+    assert answer(f"replay run step={step}", capfd)[0] == 1
+
+
+@pytest.mark.slow
+def test_no_step_of_a_clean_run_is_accused(capfd):
+    trained(f"{JOB} {FAULTY} ranks=3 epochs=25 checkpoint.every=20 checkpoint.keep=99 hydra.run.dir=run")
+    code, shown, _ = answer("audit run steps=200", capfd)
+    assert code == 0
+    assert shown.count("as on record") == 200
+
+
+def test_a_machine_that_does_not_repeat_itself_is_told_from_the_run(monkeypatch, capfd):
+    trained(f"{JOB} {FAULTY} ranks=1 checkpoint.every=5 checkpoint.keep=9 hydra.run.dir=run")
+    from penstock.pipeline.run import replay
+
+    real, calls = replay.replayed, iter(("7 256 3", "7 256 4"))
+
+    def faulty(*given, **options):
+        monkeypatch.setenv("FLIP", next(calls))
+        return real(*given, **options)
+
+    monkeypatch.setattr(replay, "replayed", faulty)
+    (audit,) = replay.audited(
+        Path("run"), steps=1, seed=next(n for n in range(99) if _drawn(n) == 7), tell=print
+    )
+    assert audit.difference is not None
+    assert not audit.repeats
+
+
+def _drawn(seed):
+    import random
+
+    return random.Random(seed).sample(range(16), 1)[0]
+
+
+def test_the_first_loss_that_is_no_number_is_found_with_its_layer(capfd):
+    assert train(f"{JOB} ranks=2 optimizer=sgd data.infinite=20 hydra.run.dir=run") == 3
+    capfd.readouterr()
+    code, shown, _ = answer("replay run step=nan", capfd)
+    assert code == 0
+    assert "step 2: detect_anomaly=true refuses NaN in the output of a layer" in shown
+    assert "that of layer _0, infinite first in the input" in shown
+
+
+REFUSED = {
+    "replay run": "step= is a number of a step, or nan, found None",
+    "replay run step=99": "run has steps 0 to 15, found step=99",
+    "replay run step=nan": "run has none; name a step",
+    "replay run step=1 stagse=2": "Key 'stagse' not in 'TrainConfig'",
+    "replay run step=1 stages=x": "could not be converted to Integer",
+    "replay run step=1 show=nope": "show=nope: no weight has this name",
+    "replay run step=1 batch_size=4": "batch_size=4 is another training than run, which had 8",
+    "replay run step=1 schedule=async_1f1b": "is another training than run",
+    "replay nowhere step=1": "nowhere is no folder of a run",
+    "replay . step=1": "has no config.yaml; name the folder of a run",
+    "audit run steps=0": "penstock audit takes steps= and seed=, numbers",
+    "audit run run": "run run is no folder of a run",
+}
+
+
+def test_what_cannot_be_repeated_is_one_sentence(capfd):
+    trained(f"{JOB} ranks=1 hydra.run.dir=run")
+    for typed, sentence in REFUSED.items():
+        name, _, rest = typed.partition(" ")
+        assert sentence in refusal(rest, capfd, name=name), typed
+    trained(f"{JOB} ranks=1 stages=2 schedule=async_1f1b digest.every=null hydra.run.dir=stream")
+    assert "a replay repeats synchronous steps" in refusal("stream step=1", capfd, name="replay")
+    trained(f"{JOB} ranks=1 stages=2 codec=bf16 hydra.run.dir=lossy")
+    assert "needs a lossless codec, found codec=bf16" in refusal("lossy step=1", capfd, name="replay")
