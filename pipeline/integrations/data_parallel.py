@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from ...compression.errors import PlanError
-from .exchange import Packing, Transfers, post, slices_of
+from .exchange import Packing, Transfers, expect, send, slices_of
 
 
 class _Packed:
@@ -73,15 +73,17 @@ class DdpHook(_Packed):
         group, packing = self._group, self._packing_of(self._group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         slices = slices_of(buffer.tensor_split(size))  # of each the piece of every rank
-        summed, divided = [], []
-        for pieces in slices:
-            summed.append(post(packing, pieces, [pieces[rank]] * size, group, flow=("gradients", index)))
-        for pieces, came in zip(slices, summed, strict=True):
-            mean = _sum(came()).div_(size)
-            divided.append(post(packing, [mean] * size, pieces, group, flow=("means", index)))
-        for pieces, means in zip(slices, divided, strict=True):
-            for piece, one in zip(pieces, means(), strict=True):
-                piece.copy_(one)
+        sums = [expect(packing, [pieces[rank]] * size, group) for pieces in slices]
+        means = [expect(packing, pieces, group) for pieces in slices]
+        sent = [send(packing, pieces, group, flow=("gradients", index)) for pieces in slices]
+        for pieces, came in zip(slices, sums, strict=True):
+            pieces[rank].copy_(_sum(came(pieces[rank])).div_(size))
+            sent.append(send(packing, [pieces[rank]] * size, group, flow=("means", index)))
+        for pieces, came in zip(slices, means, strict=True):
+            for piece, mean in zip(pieces, came(pieces[rank]), strict=True):
+                piece.copy_(mean)
+        for wait in sent:
+            wait()
         return buffer
 
 
@@ -97,10 +99,14 @@ class FsdpAllGather(_Packed, DefaultAllocMixin, AllGather):
         """Fill ``output_tensor`` with the ``input_tensor`` of every rank."""
         size, packing = group.size(), self._packing_of(group)
         slices = [one * size for one in slices_of([input_tensor.view(-1)])]
-        shards = [post(packing, parts, parts, group, flow="shard") for parts in slices]
-        for rows, came in zip(slices_of(output_tensor.view(size, -1).unbind()), shards, strict=True):
-            for row, part in zip(rows, came(), strict=True):
+        shards = [expect(packing, parts, group) for parts in slices]
+        sent = [send(packing, parts, group, flow="shard") for parts in slices]
+        rows_of = slices_of(output_tensor.view(size, -1).unbind())
+        for rows, parts, came in zip(rows_of, slices, shards, strict=True):
+            for row, part in zip(rows, came(parts[0]), strict=True):
                 row.copy_(part)
+        for wait in sent:
+            wait()
 
 
 class FsdpReduceScatter(_Packed, DefaultAllocMixin, ReduceScatter):
@@ -117,10 +123,14 @@ class FsdpReduceScatter(_Packed, DefaultAllocMixin, ReduceScatter):
             raise PlanError(f"gradients are summed or averaged, found {op}; leave the divide factor as it is")
         size, packing = group.size(), self._packing_of(group)
         slices = slices_of(input_tensor.view(size, -1).unbind())
-        came = [post(packing, ps, [ps[group.rank()]] * size, group, flow="gradients") for ps in slices]
-        for (part,), parts in zip(slices_of([output_tensor.view(-1)]), came, strict=True):
-            total = _sum(parts())
-            part.copy_(total.div_(size) if op == dist.ReduceOp.AVG else total)
+        own = group.rank()
+        sums = [expect(packing, [parts[own]] * size, group) for parts in slices]
+        sent = [send(packing, parts, group, flow="gradients") for parts in slices]
+        for (out,), parts, came in zip(slices_of([output_tensor.view(-1)]), slices, sums, strict=True):
+            total = _sum(came(parts[own]))
+            out.copy_(total.div_(size) if op == dist.ReduceOp.AVG else total)
+        for wait in sent:
+            wait()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from ...stages.units import show_bytes
 from ..distributed.process_group import World
 from ..distributed.transport import measured_rates
 
-SLICE_BYTES = 2 << 20
+SLICE_BYTES = 2 << 20  # before they are packed: 0.17 s at 100 Mbit/s
 
 
 @dataclass(slots=True)
@@ -95,43 +95,63 @@ class Packing:
         return self._chosen[flow]
 
 
-def post(
-    packing: Packing,
-    parts: Sequence[Tensor],
-    likes: Sequence[Tensor],
-    group: dist.ProcessGroup | None,
-    *,
-    flow: Hashable,
-) -> Callable[[], list[Tensor]]:
-    """Begin to send ``parts[k]`` to rank k of ``group`` as a frame; return what waits for theirs.
+def expect(
+    packing: Packing, likes: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> Callable[[Tensor], list[Tensor]]:
+    """Begin to receive a frame from every other rank of ``group``.
+
+    A sender waits until it is expected, and is told so on the way that frames take. So expect all that will
+    come before any is sent. After an error frames may still be on their way: the group is of no more use.
+
+    Args:
+        likes: tensors of the shape and dtype that each rank sends.
+
+    Returns:
+        A function that waits for all of them. It takes this rank's own tensor, and returns all by rank.
+    """
+    rank, rooms = dist.get_rank(group), {}
+    for peer, like in enumerate(likes):
+        if peer != rank:
+            room = packing.room(like)
+            rooms[peer] = room, dist.irecv(room, group=group, group_src=peer)
+
+    def arrived(own: Tensor) -> list[Tensor]:
+        for _, work in rooms.values():
+            work.wait()
+        return [own if k == rank else packing.unpack(rooms[k][0], like)[0] for k, like in enumerate(likes)]
+
+    return arrived
+
+
+def send(
+    packing: Packing, parts: Sequence[Tensor], group: dist.ProcessGroup | None, *, flow: Hashable
+) -> Callable[[], None]:
+    """Begin to send ``parts[k]`` to rank k of ``group`` as a frame; return a function that waits for the end.
 
     Args:
         parts: one tensor for each rank; one that stands several times is packed once.
-        likes: tensors of the shape and dtype that each rank sends. This rank's part is returned as it is.
     """
-    rank, frames, rooms, operations = dist.get_rank(group), dict[int, Tensor](), dict[int, Tensor](), []
+    rank, frames, works = dist.get_rank(group), dict[int, Tensor](), []
     for peer, part in enumerate(parts):
         if peer == rank:
             continue
         if id(part) not in frames:
             frames[id(part)] = packing.pack(part, flow)
         packing.count(part, frames[id(part)])
-        rooms[peer] = packing.room(likes[peer])
-        operations.append(dist.P2POp(dist.isend, frames[id(part)], group=group, group_peer=peer))
-        operations.append(dist.P2POp(dist.irecv, rooms[peer], group=group, group_peer=peer))
-    works = dist.batch_isend_irecv(operations) if operations else []
+        works.append(dist.isend(frames[id(part)], group=group, group_dst=peer))
 
-    def arrived() -> list[Tensor]:
+    def sent() -> None:
         for work in works:
             work.wait()
-        return [part if k == rank else packing.unpack(rooms[k], likes[k])[0] for k, part in enumerate(parts)]
+        frames.clear()
 
-    return arrived
+    return sent
 
 
 def slices_of(parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Return flat parts in slices of about ``SLICE_BYTES``, the same number of each: one is packed while
-    another travels."""
+    """Return flat parts in slices of about ``SLICE_BYTES``: one tuple a slice, with that slice of each part.
+
+    One slice is packed while another travels."""
     number = max(1, -(-max(part.nbytes for part in parts) // SLICE_BYTES))
     return list(zip(*(part.tensor_split(number) for part in parts), strict=True))
 

@@ -7,7 +7,6 @@ gloo, so there only the pipeline's are. ``--only`` runs one side, for the peak o
 from __future__ import annotations
 
 import functools
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_pipeline import TorchPipeline
 
 import penstock
+from penstock.compression.errors import ConfigError
 from penstock.compression.names import HOST
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.distributed.launcher import init
@@ -69,6 +69,8 @@ def options() -> Any:
 
 def bench(asked: Options, path: Path) -> Results:
     """Race every host on every link; return the results."""
+    if asked.only and len(asked.hosts) > 1:
+        raise ConfigError("--only measures the peak of one process, which races one host; name it by --hosts")
     defaults = {"model": "resnet18", "data": "fake", "data.size": 32, "data.drop_last": "true"}
     defaults |= {"ranks": 2, "batch_size": 64, "micro_batches": 8, "threads": 1}
     config = harness.train_config(asked.job, defaults)
@@ -187,20 +189,26 @@ def rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
         here = [all(torch.equal(one, other) for one, *others in trained for other in others)]
         counted = [getattr(one, "transfers", one) for _, _, transfers in sides.values() for one in transfers]
         here += [sum(one.bytes_raw for one in counted), sum(one.bytes_sent for one in counted)]
-        here += [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10]
+        here += [_peak()]
         same, raw, sent, peaks = zip(*world.all_gather_json(here), strict=True)
         found[host] = {"runs": runs, "same": all(same), "raw": sum(raw), "sent": sum(sent), "peaks": peaks}
     return found
 
 
 def _turn(step: Callable[[Any, Any], object], batches: Iterator[Any], steps: int) -> float:
-    """Take steps together with the other rank; return the seconds of one."""
+    """Take steps together with the other ranks; return the seconds of one."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
         step(*next(batches))
     dist.barrier()
     return (time.perf_counter() - start) / steps
+
+
+def _peak() -> int:
+    """Return the most bytes that this process has had resident; ru_maxrss would count those of its parent."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("VmHWM:")).split()[1]) << 10
 
 
 def _local(tensor: Any) -> torch.Tensor:

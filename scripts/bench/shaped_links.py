@@ -37,7 +37,7 @@ class Link:
 
     @property
     def device(self) -> str:
-        """Network device of either rank."""
+        """Network device of a rank."""
         return "lo" if self.rate is None else DEVICE
 
 
@@ -67,7 +67,7 @@ def joined(link: Link, *, ranks: int = 2) -> Iterator[list[list[str]]]:
         _run(inside, "ip link set switch up")
         # 2. a link from each rank to it, of that speed both ways
         bucket = f"tbf rate {round(link.rate)}bit burst {BURST_BYTES}b latency {LATENCY}"
-        for end, holder, address in zip(ends, holders, ADDRESSES, strict=False):
+        for end, holder, address in zip(ends, holders, ADDRESSES[:ranks], strict=True):
             _run(inside, f"ip link add port{holder} type veth peer name {DEVICE} netns {holder}")
             _run(inside, f"ip link set port{holder} master switch up")
             _run(inside, f"tc qdisc add dev port{holder} root {bucket}")

@@ -124,6 +124,7 @@ def test_a_bench_runs_at_its_smallest_size(name: str, tmp_path: Path):
 REFUSED = {
     "cache --policies belady": "belady is not known; known are next_use",
     "codecs --repeats 0": "0 must be a whole number of 1 or more",
+    "integrations --only packed": "--only measures the peak of one process, which races one host",
     "offload --path nowhere": "--path=nowhere is no folder; name the one",
     "pipeline batch_size=10 micro_batches=4": "micro-batches of one size, found ranks=2 batch_size=10",
     "replicas --nothing": "unrecognized arguments: --nothing",
