@@ -35,7 +35,8 @@ def split(
         span: cost of a part by itself, a whole number or math.inf.
         edge: what both parts at a cut pay for it, each as ``max(span, edges)``.
         weight: the sum over the cuts decides among splits whose costliest part is within the tolerance of the
-            cheapest possible; among equals the costliest part, then the earlier cut, from the last on.
+            cheapest possible; among equals, from the last cut on, the costliest part in front of it, then
+            the earlier place.
         least: what a part costs at least, which never falls when it grows, so that longer ones need no look;
             None: ``span`` itself never falls.
     Returns: the chosen positions ascending, both ends included, or None where nothing is allowed."""
@@ -94,47 +95,49 @@ class _Line:
         return before[0] + self.weight[self.points[end]], max(before[1], cost, self.edge[self.points[end]])
 
     def _with_part(self, part: int, before: Sequence[Value]) -> list[Value]:
-        """Return the values with this part, from those in front of it, in about a step for each point.
+        """Return the values with this part, from those in front of it.
 
-        A start is kept until a later one is as good: values of those kept ascend, and the costs from them to
-        an end descend. The best for that end is where these meet."""
-        found, kept, first, new = [NOWHERE] * len(self.points), list[int](), 0, 0
+        A start is kept until a later one is as good: values of those kept ascend, and the least costs from
+        them to an end descend. The best for that end is where these meet, found in about log n looks at n
+        points. Only where a part costs more than the least, as with frames under a budget, more are tried."""
+        found, kept, first, offered = [NOWHERE] * len(self.points), list[int](), 0, 0
         last = len(self.points) - 1
         # each part behind it needs a point, too
         for end in range(last if part == self.parts - 1 else part + 1, last - (self.parts - 1 - part) + 1):
+
+            def cost_from(start: int, end: int = end) -> float:
+                return self.least(self.points[start], self.points[end], part)
+
             # 1. the starts for this end
-            for start in range(new, end):
+            for start in range(offered, end):
                 while len(kept) > first and before[kept[-1]] >= before[start]:
                     kept.pop()
                 if before[start][1] < math.inf:
                     kept.append(start)
-            new = end
-
-            def least(start: int, end: int = end) -> float:
-                return self.least(self.points[start], self.points[end], part)
-
-            while first < len(kept) and least(kept[first]) > self.limit:
+            offered = end
+            while first < len(kept) and cost_from(kept[first]) > self.limit:
                 first += 1
             if first == len(kept) or self.edge[self.points[end]] > self.limit:
                 continue
-            # 2. the best of them, if costs are the least ones
+            # 2. the best of them by the least cost, and what it costs
             lightest = before[kept[first]][0]
-            place = bisect.bisect_left(
-                kept, True, first, key=lambda one: before[one] >= (lightest, least(one))
+            meet = bisect.bisect_left(
+                kept, True, first, key=lambda one: before[one] >= (lightest, cost_from(one))
             )
-            best = kept[max(place - 1, first) : place + 1]
-            found[end] = min(self.value(before[one], self.span, one, end, part) for one in best)
-            if self.span is self.least:
+            near = kept[max(meet - 1, first) : meet + 1]
+            lower, found[end] = (
+                min(self.value(before[one], cost, one, end, part) for one in near)
+                for cost in (self.least, self.span)
+            )
+            if lower == found[end]:
                 continue
-            # 3. else of all that may be better
-            if found[end] == min(self.value(before[one], self.least, one, end, part) for one in best):
-                continue
+            # 3. all that may be better
             here = self.weight[self.points[end]]
-            place = bisect.bisect_left(
+            meet = bisect.bisect_left(
                 kept, found[end], first, key=lambda one: (before[one][0] + here, before[one][1])
             )
-            for start in range(kept[max(place - 1, first)], part - 1, -1):
-                cost = least(start)
+            for start in range(kept[max(meet - 1, first)], part - 1, -1):
+                cost = cost_from(start)
                 if cost > self.limit or (lightest + here, cost) >= found[end]:
                     break  # and so would every longer one
                 found[end] = min(found[end], self.value(before[start], self.span, start, end, part))
