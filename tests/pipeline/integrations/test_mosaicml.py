@@ -1,5 +1,8 @@
 """Shards of MosaicML's data sets, kept by their next use: the same samples, fetched less often."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -37,7 +40,7 @@ def opened(remote, tmp_path):
 
         order = {"shuffle": True, "shuffle_block_size": 2 * SAMPLES, "predownload": 10, "batch_size": 5}
         local = str(tmp_path / kind.__name__ / str(len(options)))
-        return Counted(remote=remote, local=local, cache_limit=10 * 1080 * SAMPLES, **(order | options))
+        return Counted(remote=remote, local=local, **(order | {"cache_limit": 10 * 1080 * SAMPLES} | options))
 
     return open_
 
@@ -59,9 +62,8 @@ def test_samples_and_their_order_are_the_same_and_fewer_shards_are_fetched(opene
 def test_the_uses_of_a_shard_are_the_places_where_it_is_read_in_this_epoch_and_the_next(opened, shuffle):
     data = opened(NextUseDataset, shuffle=shuffle)
     first, uses, second = ids(data), data._uses, ids(data)
-    for shard in range(SHARDS):
-        read = [place for place, one in enumerate(first + second) if data.spanner[one][0] == shard]
-        assert uses[shard].tolist() == read
+    read = [(data.spanner[one][0], place) for place, one in enumerate(first + second)]
+    assert [divmod(int(use), 2 * SHARDS * SAMPLES) for use in uses] == sorted(read)
 
 
 def test_workers_and_a_run_that_resumes_read_the_same(opened):
@@ -80,7 +82,49 @@ def test_workers_and_a_run_that_resumes_read_the_same(opened):
     assert batches(NextUseDataset, 2, kept)[0] == tail[:20]
 
 
-def test_a_sample_that_is_read_by_its_index_evicts_as_theirs_does(opened):
+def test_without_a_limit_or_an_epoch_it_evicts_as_theirs_does(opened):
+    unlimited = opened(NextUseDataset, cache_limit=None)
+    ids(unlimited)
+    unlimited.evict_coldest_shard()
+    assert unlimited.evicted == 1
     data = opened(NextUseDataset)
     assert [int(data[i]["id"]) for i in range(0, SHARDS * SAMPLES, 7)] == [*range(0, SHARDS * SAMPLES, 7)]
     assert data.evicted
+
+
+RANK = """
+import os, sys, time, torch.distributed as dist, streaming
+from penstock.pipeline.integrations.mosaicml import NextUseDataset
+
+kind, remote, local, seconds = sys.argv[1:]
+dist.init_process_group("gloo")
+evicted = []
+
+class Counted(getattr(streaming, kind, NextUseDataset)):
+    def _evict_shard(self, shard_id):
+        evicted.append(shard_id)
+        super()._evict_shard(shard_id)
+
+order = {"shuffle": True, "shuffle_block_size": 80, "predownload": 8, "batch_size": 4}
+data = Counted(remote=remote, local=local, cache_limit=12 * 1080 * 20, num_canonical_nodes=1, **order)
+for one in (one for epoch in range(2) for one in data):
+    time.sleep(float(seconds))
+print(len(evicted), flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def test_ranks_of_a_machine_that_are_not_in_step_do_not_drop_what_the_other_reads(remote, tmp_path):
+    def evicted(kind, port):
+        started = []
+        for rank, seconds in enumerate(("0.006", "0.002")):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            command = [sys.executable, "-c", RANK, kind, remote, str(tmp_path / kind), seconds]
+            env = os.environ | {key: str(value) for key, value in own.items()}
+            started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        return sum(int(process.communicate(timeout=100)[0]) for process in started)
+
+    theirs, ours = evicted("StreamingDataset", 29731), evicted("NextUseDataset", 29732)
+    assert ours < 0.9 * theirs
