@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from checkout import ROOT
 
 streaming: Any = pytest.importorskip(
     "streaming", reason="mosaicml-streaming wants other versions: ./scripts/integrations mosaicml"
@@ -128,3 +129,10 @@ def test_ranks_of_a_machine_that_are_not_in_step_do_not_drop_what_the_other_read
 
     theirs, ours = evicted("StreamingDataset", 29731), evicted("NextUseDataset", 29732)
     assert ours < 0.9 * theirs
+
+
+def test_the_example_shows_more_hits():
+    command = [sys.executable, str(ROOT / "scripts" / "examples" / "mosaicml_next_use.py")]
+    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    theirs, ours = (float(line.split(": ")[1]) for line in shown.splitlines())
+    assert ours > theirs + 0.1, shown
