@@ -15,12 +15,15 @@ RUN                       the folder of a run that was trained with digest.every
 steps=N                   how many steps on record to repeat; default: 20
 seed=N                    of what is drawn: the steps, and for each another cut, schedule and tier; default: 0
 
-Each step is repeated in this process from the newest checkpoint at or before it, and compared with what is on
-record. The exit code is 0 where all are the same, else 1. A step that differs is repeated a second time: if
-that has the same other bits the run computed wrongly, else this machine does."""
+Each step is repeated in this process from the newest checkpoint at or before it, or from the beginning
+(checkpoint.keep= keeps more of them), and compared with what is on record. The exit code is 0 where all are
+the same, else 1. A step that differs is repeated a second time: if that has the same other bits, the run
+computed otherwise, else this machine does not repeat itself."""
 
-REPEATS = "a second replay on one stage has the same bits as the first, so the run computed otherwise"
-PARTS = "a second replay on one stage has other bits than the first, so this machine computes wrongly"
+REPEATS = (
+    "a second replay has the same bits: the run computed otherwise, or its code, data or versions were others"
+)
+PARTS = "a second replay has other bits: this machine does not repeat itself"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             if repeated.difference:
                 break
     except StageError as error:
-        if step != NOT_FINITE:
+        if step != NOT_FINITE or "detect_anomaly" not in str(error):
             raise
         print(error)
         return 0
@@ -61,23 +61,27 @@ def main(arguments: Sequence[str]) -> int:
     print(repeated.difference or _sentence(repeated, compared))
     if name:
         show(repeated, name, run / "replay" / f"step_{repeated.step}.safetensors")
-    return int(repeated.difference is not None)
+    if step == NOT_FINITE:
+        print(
+            "  every value was finite this time: the run computed otherwise, or its code or data were others"
+        )
+    return int(repeated.difference is not None or step == NOT_FINITE)
 
 
 def _sentence(repeated: RepeatedStep, compared: int) -> str:
     loss = repeated.line["loss"] and float.fromhex(repeated.line["loss"])
-    steps = {0: "the run has no digests of it (digest.every=)", 1: "the same digests as on record"}
-    return (
-        f"step {repeated.step}: loss {loss}; {steps.get(compared, f'the same digests in {compared} steps')}"
-    )
+    told = "the same digests as on record" if repeated.is_recorded else "it has no digests on record"
+    before = compared - repeated.is_recorded
+    more = f"; {before} compared before it, the same" if before else ""
+    return f"step {repeated.step}: loss {loss}; {told}{more}"
 
 
 def run_and_options(arguments: Sequence[str], usual: str) -> tuple[Path, dict[str, str]]:
     """Return the folder of a run and KEY=VALUE options."""
-    folders = [word for word in arguments if "=" not in word]
+    folders = [word for word in arguments if "=" not in word or Path(word).is_dir()]
     if len(folders) != 1 or folders[0].startswith("-") or not Path(folders[0]).is_dir():
         raise ConfigError(f"{' '.join(folders) or 'nothing'} is no folder of a run; write {usual}")
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # where model._target_=my.Net usually is
-    pairs = (word.partition("=") for word in arguments if "=" in word)
+    pairs = (word.partition("=") for word in arguments if word not in folders)
     return Path(folders[0]), {key: value for key, _, value in pairs}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 from torch import Tensor
@@ -20,13 +21,15 @@ from torch import Tensor
 from ...compression.codec import LOSSY_CODECS
 from ...compression.errors import ConfigError
 from ...conf.schema import TrainConfig
+from ...stages.files import refusing
 from ...stages.plan.plan import Plan
 from ...stages.safetensors_io import write_tensors
-from ..checkpoint import load
-from . import console
-from .digests import Difference, first_of, record_digests, states_of
+from ..checkpoint import Checkpoint, load
+from . import console, early
+from .checkpoints import find, first_whole
+from .digests import Difference, check_plan, first_of, record_digests, states_of
 from .metrics import read_lines
-from .planning import count_steps, prepare
+from .planning import prepare
 from .resume import flat, kind_of, resolve
 from .run_folder import RunFolder, step_of
 from .train import build_run
@@ -38,9 +41,9 @@ if TYPE_CHECKING:
 ANEW = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights_first", "recompute", "extra_in_flight",
     "link", "memory", "codec", "replicas", "checkpoint", "digest", "eval", "logger", "cache", "max_restarts",
-    "min_ranks", "nan",
+    "min_ranks", "nan", "versions", "settings",
 )  # fmt: skip
-"""Options of a run that change no bit, and are not those of its replay."""
+"""Options of a run that its replay does not take over: how it was cut and watched."""
 SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 TIERS = ("device", "packed", "host")
 
@@ -68,15 +71,23 @@ def replayed(
     Raises:  ConfigError: the run has no such step, or is not one that can be repeated."""
     folder = RunFolder(path=run)
     config, recorded = _options(folder, options, tell), recorded_lines(folder)
-    config.resume = _source(folder, config, step)
+    steps = [line["step"] for line in _metrics(folder)]
+    if step not in steps:
+        has = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
+        raise ConfigError(f"{run} has {has} in {folder.metrics.name}, found step={step}")
+    config.resume = _source(folder, config, step, tell)
     samples = prepare(config)
-    if not 0 <= step < (number := count_steps(config, samples)):
-        raise ConfigError(f"{run} has steps 0 to {number - 1}, found step={step}; name one of them")
+    was = folder.read_config()
+    for name, mine in folder.held_now(config).items():
+        for key, there in getattr(was, name).items():
+            if mine.get(key) != there:
+                tell(f"bits may differ: {name}.{key}={mine.get(key)} was {there}")
     with contextlib.ExitStack() as stack:
         private = stack.enter_context(folder.private())
         source = resolve(config, private, tell, threads=config.threads)
         with console.planning():
-            _, pipe = build_run(config, samples, private, source=source)
+            plan, pipe = build_run(config, samples, private, source=source)
+        check_plan(plan)
         assert pipe is not None, "one process has it whole"
         stack.callback(pipe.close)
         if source:
@@ -104,8 +115,8 @@ def replayed(
 class Audit:
     """Result of a step that was drawn: the options of its replay, and the first difference on the way to it.
 
-    ``repeats``: whether a second replay had the same other bits, so that they are the run's; None where there
-    was none."""
+    ``repeats``: whether a second replay, with the same options, had the same other bits; None where there was
+    none."""
 
     step: int
     options: Sequence[str]
@@ -121,6 +132,12 @@ def audited(run: Path, *, steps: int, seed: int, tell: Callable[[str], None]) ->
     recorded = sorted(recorded_lines(folder))
     if not recorded:
         raise ConfigError(f"{run} has no {folder.digests.name}; train with digest.every=10")
+    was = folder.read_config()
+    if was.replicas.several and not was.replicas.exact:
+        raise ConfigError(
+            f"{run} summed gradients over replicas in another order than a replay does, so it cannot be "
+            "audited; train with replicas.exact=true"
+        )
     most = Plan.load(folder.plan).num_stages  # so many the model can be cut into
     for step in sorted(draw.sample(recorded, min(steps, len(recorded)))):
         options = [f"stages={draw.randint(1, most)}", f"schedule={draw.choice(SCHEDULES)}"]
@@ -129,7 +146,7 @@ def audited(run: Path, *, steps: int, seed: int, tell: Callable[[str], None]) ->
         if one is None:
             yield Audit(step=step, options=options, difference=None)
         else:
-            other = _first_difference(run, one.step, ["stages=1"], tell)
+            other = _first_difference(run, one.step, options, tell)
             same = other is not None and other.line == one.line
             yield Audit(step=step, options=options, difference=one.difference, repeats=same)
 
@@ -156,13 +173,16 @@ def show(repeated: RepeatedStep, name: str, path: Path) -> None:
         raise ConfigError(f"show={name}: no weight has this name or lies in a module of it; {ends}")
     table = Table("tensor", "shape", "mean", "std", "least", "most", "zeros", "not finite")
     for kind, tensor in found.items():
+        if not tensor.numel():
+            continue
         values = tensor.detach().double().flatten()
         figures = (values.mean(), values.std(correction=0), values.min(), values.max())
         shares = ((values == 0).double().mean(), (~values.isfinite()).double().mean())
         row = (*(f"{one:.4g}" for one in figures), *(f"{one:.1%}" for one in shares))
         table.add_row(kind, "x".join(map(str, tensor.shape)), *row)
     console.screen().print(table)
-    path.parent.mkdir(exist_ok=True)
+    with refusing(path.parent):
+        path.parent.mkdir(exist_ok=True)
     write_tensors(path, {kind: tensor.detach().cpu().contiguous() for kind, tensor in found.items()})
     print(console.short(path))
 
@@ -177,37 +197,51 @@ def first_not_finite(run: Path) -> int:
     """Return the first step whose loss is no number.
 
     Raises:  ConfigError: every loss is one."""
-    for line in read_lines(RunFolder(path=run).metrics):
+    for line in _metrics(RunFolder(path=run)):
         if line["loss"] is None:
             return int(line["step"])
     raise ConfigError(f"step=nan is the first step whose loss is no number, and {run} has none; name a step")
+
+
+def _metrics(folder: RunFolder) -> list[Line]:
+    if not folder.metrics.is_file():
+        raise ConfigError(f"{folder.path} has no {folder.metrics.name}; name the folder of a run with steps")
+    return read_lines(folder.metrics)
 
 
 def _options(folder: RunFolder, changes: Sequence[str], tell: Callable[[str], None]) -> TrainConfig:
     """Return the options of a run for its replay."""
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} has no {folder.config.name}; name the folder of a run")
-    was = folder.read_config()
-    if was.streams:
+    try:
+        was = folder.read_config()
+        now = folder.read_config(without=ANEW, changes=["ranks=1", "codec=raw", *changes])
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{' '.join(changes) or folder.config} does not fit penstock train: {reason}"
+        ) from error
+    early.check(now, changes)
+    if was.streams or now.streams:
+        was = was if was.streams else now
         raise ConfigError(
             f"a replay repeats synchronous steps, found schedule={was.schedule} weights={was.weights}, where "
             "micro-batches of several steps are in flight"
         )
     if was.codec in LOSSY_CODECS:
         raise ConfigError(f"a replay on another cut needs a lossless codec, found codec={was.codec}")
+    if was.clip.norm is not None and was.clip.scope == "stage":
+        raise ConfigError("a replay is cut elsewhere, and clip.scope=stage clips each stage by itself")
+    if isinstance(was.device, list):
+        raise ConfigError(f"a replay runs on one device, found device={was.device}; its bits may be others")
     if was.replicas.several and not was.replicas.exact:
         tell("bits may differ: the run summed gradients over replicas without replicas.exact=true")
-    try:
-        now = folder.read_config(without=ANEW, changes=["ranks=1", "codec=raw", *changes])
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{' '.join(changes)} does not fit penstock train: {reason}") from error
     there = dict(flat(dataclasses.asdict(was)))
     for key, mine in flat(dataclasses.asdict(now)):
         if mine == there.get(key):
             continue
         kind = kind_of(key, now, mine, there.get(key))
-        if kind == "refused" or now.streams:
+        if kind == "refused":
             raise ConfigError(
                 f"{key}={mine} is another training than {folder.path}, which had {there.get(key)}"
             )
@@ -216,10 +250,12 @@ def _options(folder: RunFolder, changes: Sequence[str], tell: Callable[[str], No
     return now
 
 
-def _source(folder: RunFolder, config: TrainConfig, step: int) -> str | None:
-    """Return the newest checkpoint at or before a step; what the run itself went on from; or None."""
-    for path in folder.whole_checkpoints():
-        if step_of(path) <= step:
-            return str(path)
-    own = config.resume is None or Path(config.resume).resolve() == folder.path.resolve()
-    return None if own else config.resume
+def _source(folder: RunFolder, config: TrainConfig, step: int, tell: Callable[[str], None]) -> str | None:
+    """Return the newest whole checkpoint at or before a step; None where the run began without one.
+
+    Where the run has none it is one of those from which the run went on."""
+    found = [path for path in folder.whole_checkpoints() if step_of(path) <= step]
+    if not found and config.resume is not None and Path(config.resume).resolve() != folder.path.resolve():
+        source = find(Path(config.resume), f"{folder.path} went on from resume={config.resume}, which")
+        found = [path for path in source if step_of(path) <= step]
+    return str(first_whole(found, lambda path: Checkpoint(path).folder, tell)) if found else None

@@ -168,16 +168,20 @@ class RunFolder:
 
     def tell(self, config: PlanConfig, plan: Plan) -> None:
         """Write what ranks need to know."""
+        with writing(self.config) as part:
+            OmegaConf.save(dataclasses.asdict(config) | self.held_now(config), part)
+        plan.save(self.plan)
+
+    @staticmethod
+    def held_now(config: PlanConfig) -> dict[str, dict[str, str]]:
+        """Return the versions and settings of this process, which decide bits."""
         import torch
 
         from .determinism import held as settings
 
         versions = {"penstock": __version__, "torch": str(torch.__version__)}
         versions["python"] = platform.python_version()
-        more = {"versions": versions, "settings": settings(config)}
-        with writing(self.config) as part:
-            OmegaConf.save(dataclasses.asdict(config) | more, part)
-        plan.save(self.plan)
+        return {"versions": versions, "settings": settings(config)}
 
     @contextlib.contextmanager
     def private(self) -> Iterator[RunFolder]:

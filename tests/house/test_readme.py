@@ -38,7 +38,7 @@ ELSEWHERE = {
 RUN = ("penstock", "torchrun")  # whose options are read here; test_launched.py runs torchrun
 EXPORT = "export "  # reads what the run left whose lines stand above it
 BENCH = "python scripts/bench/"  # test_benches.py reads their options
-DIFF = "(?:diff|replay|audit)"  # test_digests.py and test_replay.py run them
+DIFF = "(?:diff|replay|audit)"  # test_digests.py and test_audit.py run them
 CACHE = "cache "  # takes no flags: test_export_and_cache.py runs all of it
 # What a line needs so that it ends soon; the last of two settings counts.
 SHORT = "epochs=1 max_steps=1 hydra.run.dir=run"

@@ -81,8 +81,25 @@ def test_a_run_without_checkpoints_or_digests_is_repeated_from_the_beginning(cap
     trained(f"{JOB} ranks=1 digest.every=null hydra.run.dir=run")
     code, shown, _ = answer("replay run step=2", capfd)
     assert code == 0
-    assert "the run has no digests of it (digest.every=)" in shown
+    assert "it has no digests on record" in shown
     assert "has no digests.jsonl" in refusal("run", capfd, name="audit")
+
+
+def test_a_run_that_went_on_from_another_is_repeated_from_there_with_sparse_digests(capfd):
+    trained(
+        f"{JOB} ranks=1 optimizer=adamw max_steps=8 checkpoint.every=3 checkpoint.keep=9 hydra.run.dir=one"
+    )
+    trained(f"{JOB} ranks=1 optimizer=adamw digest.every=2 resume=one hydra.run.dir=two")
+    code, shown, _ = answer("replay two step=10", capfd)
+    assert code == 0
+    assert "step 10: " in shown
+    assert "it has no digests on record; 2 compared before it, the same" in shown
+    assert "two has steps 6 to 15 in metrics.jsonl, found step=3" in refusal(
+        "two step=3", capfd, name="replay"
+    )
+    for path in Path("one", "checkpoints").iterdir():
+        shutil.rmtree(path)
+    assert "two went on from resume=" in refusal("two step=10", capfd, name="replay")
 
 
 @pytest.mark.parametrize(
@@ -158,13 +175,15 @@ def test_the_first_loss_that_is_no_number_is_found_with_its_layer(capfd):
 
 REFUSED = {
     "replay run": "step= is a number of a step, or nan, found None",
-    "replay run step=99": "run has steps 0 to 15, found step=99",
+    "replay run step=99": "run has steps 0 to 15 in metrics.jsonl, found step=99",
+    "replay run step=1 cuts=[a": "does not fit penstock train",
+    "replay run step=1 plan=none.json": "none.json",
     "replay run step=nan": "run has none; name a step",
     "replay run step=1 stagse=2": "Key 'stagse' not in 'TrainConfig'",
     "replay run step=1 stages=x": "could not be converted to Integer",
     "replay run step=1 show=nope": "show=nope: no weight has this name",
     "replay run step=1 batch_size=4": "batch_size=4 is another training than run, which had 8",
-    "replay run step=1 schedule=async_1f1b": "is another training than run",
+    "replay run step=1 schedule=async_1f1b": "a replay repeats synchronous steps, found schedule=async_1f1b",
     "replay nowhere step=1": "nowhere is no folder of a run",
     "replay . step=1": "has no config.yaml; name the folder of a run",
     "audit run steps=0": "penstock audit takes steps= and seed=, numbers",
@@ -181,3 +200,9 @@ def test_what_cannot_be_repeated_is_one_sentence(capfd):
     assert "a replay repeats synchronous steps" in refusal("stream step=1", capfd, name="replay")
     trained(f"{JOB} ranks=1 stages=2 codec=bf16 hydra.run.dir=lossy")
     assert "needs a lossless codec, found codec=bf16" in refusal("lossy step=1", capfd, name="replay")
+    trained(f"{JOB} ranks=1 stages=2 clip.norm=1 clip.scope=stage hydra.run.dir=clipped")
+    assert "clip.scope=stage clips each stage by itself" in refusal("clipped step=1", capfd, name="replay")
+    trained(f"{JOB} ranks=2 replicas.count=2 stages=1 hydra.run.dir=replicas")
+    assert "train with replicas.exact=true" in refusal("replicas", capfd, name="audit")
+    Path("run", "metrics.jsonl").unlink()
+    assert "run has no metrics.jsonl" in refusal("run step=nan", capfd, name="replay")
