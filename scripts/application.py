@@ -12,7 +12,6 @@ import dataclasses
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from ..pipeline.run import console
 from ..pipeline.run.run_folder import RunFolder
 from . import stopping
 from .command import REFUSED, unloadable
-from .command_line import names, nearest, parse, unknown_option
+from .command_line import find_own_modules, names, nearest, parse, unknown_option
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
@@ -166,12 +165,7 @@ def _claim(path: str, options: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _hydra(name: str, typed: argparse.Namespace, schema: type[Any]) -> Iterator[Hydra]:
     """Hydra as ``hydra.main`` sets it up, which looks for configurations where the flags say."""
-    try:
-        here = os.getcwd()
-    except FileNotFoundError as error:
-        raise ConfigError("a run needs a working folder, and this one was removed; go to another") from error
-    if here not in sys.path:
-        sys.path.append(here)  # where model._target_=my.Net usually is
+    find_own_modules()
     version.setbase("1.3")
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     OmegaConf.register_new_resolver("pid", os.getpid, replace=True)  # makes the folder's name unique

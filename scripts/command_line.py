@@ -8,7 +8,9 @@ import argparse
 import dataclasses
 import difflib
 import json
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -165,6 +167,16 @@ def unknown_option(full: str, known: Iterable[str], schema: type[Any]) -> str:
         return f"there is no option {full}; did you mean {close}?"
     remedy = f"known are {', '.join(known)}" if known else f"{group} has none"
     return f"there is no option {full}; {remedy}"
+
+
+def find_own_modules() -> None:
+    """Let modules of the working folder be found: where ``model._target_=my.Net`` usually is."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("a run needs a working folder, and this one was removed; go to another") from error
+    if here not in sys.path:
+        sys.path.append(here)
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

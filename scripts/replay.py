@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..compression.errors import ConfigError, StageError
-from .command_line import asks_for_help
+from .command_line import asks_for_help, find_own_modules
 
 if TYPE_CHECKING:
     from ..pipeline.run.replay import RepeatedStep
@@ -45,26 +44,25 @@ def main(arguments: Sequence[str]) -> int:
     if step == NOT_FINITE:
         options["detect_anomaly"] = "true"
     number = first_not_finite(run) if step == NOT_FINITE else int(step)
-    compared, repeated = 0, None
     typed = [f"{key}={value}" for key, value in options.items()]
+    compared, repeated = 0, None
     try:
-        for repeated in replayed(run, number, typed, tell=console.warn):
-            compared += repeated.is_recorded
-            if repeated.difference:
-                break
+        with contextlib.closing(replayed(run, number, typed, tell=console.warn)) as steps:
+            for repeated in steps:
+                compared += repeated.is_recorded
+                if repeated.difference or repeated.step == number:
+                    break
+            assert repeated is not None, "there is a step"
+            print(repeated.difference or _sentence(repeated, compared))
+            if name:
+                show(repeated, name, run / "replay" / f"step_{repeated.step}.safetensors")
     except StageError as error:
         if step != NOT_FINITE or "detect_anomaly" not in str(error):
             raise
         print(error)
         return 0
-    assert repeated is not None, "there is a step"
-    print(repeated.difference or _sentence(repeated, compared))
-    if name:
-        show(repeated, name, run / "replay" / f"step_{repeated.step}.safetensors")
     if step == NOT_FINITE:
-        print(
-            "  every value was finite this time: the run computed otherwise, or its code or data were others"
-        )
+        print("every value was finite this time: the run computed otherwise, or its code or data were others")
     return int(repeated.difference is not None or step == NOT_FINITE)
 
 
@@ -81,7 +79,6 @@ def run_and_options(arguments: Sequence[str], usual: str) -> tuple[Path, dict[st
     folders = [word for word in arguments if "=" not in word or Path(word).is_dir()]
     if len(folders) != 1 or folders[0].startswith("-") or not Path(folders[0]).is_dir():
         raise ConfigError(f"{' '.join(folders) or 'nothing'} is no folder of a run; write {usual}")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # where model._target_=my.Net usually is
+    find_own_modules()
     pairs = (word.partition("=") for word in arguments if word not in folders)
     return Path(folders[0]), {key: value for key, _, value in pairs}

@@ -138,7 +138,7 @@ def first_difference(one: Path, other: Path) -> tuple[Difference | None, int]:
     """Compare the digests of two runs; return also how many steps both have on record.
 
     Raises:  ConfigError: a run has none, or no step of the other's, or is of another model."""
-    found = [{line["step"]: line for line in _lines(folder)} for folder in (one, other)]
+    found = [recorded(folder) for folder in (one, other)]
     common = found[0].keys() & found[1].keys()
     if not common:
         raise ConfigError(f"{one} and {other} have no step in common on record; train with digest.every=1")
@@ -166,11 +166,13 @@ def first_of(
     return None
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
+def recorded(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of a run by their step; ConfigError if there are none."""
     path = RunFolder(path=folder).digests
-    if not path.is_file():
-        raise ConfigError(f"{folder} has no {path.name}; train with digest.every=10")
-    return read_lines(path)
+    lines = read_lines(path) if path.is_file() else []
+    if not lines:
+        raise ConfigError(f"{folder} has no {path.name}, or an empty one; train with digest.every=10")
+    return {line["step"]: line for line in lines}
 
 
 def options_that_differ(one: Path, other: Path) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf.errors import OmegaConfBaseException
-from rich.table import Table
 from torch import Tensor
 
 from ...compression.codec import LOSSY_CODECS
@@ -27,11 +26,12 @@ from ...stages.safetensors_io import write_tensors
 from ..checkpoint import Checkpoint, load
 from . import console, early
 from .checkpoints import find, first_whole
-from .digests import Difference, check_plan, first_of, record_digests, states_of
+from .digests import Difference, check_plan, first_of, record_digests, recorded, states_of
 from .metrics import read_lines
 from .planning import prepare
 from .resume import flat, kind_of, resolve
 from .run_folder import RunFolder, step_of
+from .tables import table
 from .train import build_run
 from .training_loop import course, loader
 
@@ -65,19 +65,20 @@ class RepeatedStep:
 def replayed(
     run: Path, step: int, options: Sequence[str] = (), *, tell: Callable[[str], None]
 ) -> Generator[RepeatedStep]:
-    """Repeat the steps from the newest checkpoint at or before ``step`` to it.
+    """Repeat the steps from the newest checkpoint at or before ``step`` to it; the pipeline is there until it
+    ends.
 
     Args:    options: KEY=VALUE as for ``penstock train``, in the place of the run's own.
     Raises:  ConfigError: the run has no such step, or is not one that can be repeated."""
     folder = RunFolder(path=run)
-    config, recorded = _options(folder, options, tell), recorded_lines(folder)
+    was, config = _options(folder, options, tell)
+    on_record = recorded(run) if folder.digests.is_file() else {}
     steps = [line["step"] for line in _metrics(folder)]
     if step not in steps:
         has = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
         raise ConfigError(f"{run} has {has} in {folder.metrics.name}, found step={step}")
     config.resume = _source(folder, config, step, tell)
     samples = prepare(config)
-    was = folder.read_config()
     for name, mine in folder.held_now(config).items():
         for key, there in getattr(was, name).items():
             if mine.get(key) != there:
@@ -101,12 +102,10 @@ def replayed(
         same = pipe.num_steps - 1 if pipe.num_steps else None  # behind it stands the checkpoint
         for now, index in enumerate(ahead, pipe.num_steps):
             record(pipe.step(*loads.take(index)))
-            ours = {one: recorded[one] for one in [now] if one in recorded}
-            difference = first_of(ours, {now: lines[-1]}, same=same)
-            same = now if ours and not difference else same
-            yield RepeatedStep(
-                step=now, line=lines.pop(), is_recorded=bool(ours), difference=difference, pipe=pipe
-            )
+            line, is_recorded = lines.pop(), now in on_record
+            difference = first_of(on_record, {now: line}, same=same)
+            same = now if is_recorded and not difference else same
+            yield RepeatedStep(step=now, line=line, is_recorded=is_recorded, difference=difference, pipe=pipe)
             if now == step:
                 return
 
@@ -129,9 +128,7 @@ def audited(run: Path, *, steps: int, seed: int, tell: Callable[[str], None]) ->
 
     Raises:  ConfigError: there is nothing on record."""
     folder, draw = RunFolder(path=run), random.Random(seed)
-    recorded = sorted(recorded_lines(folder))
-    if not recorded:
-        raise ConfigError(f"{run} has no {folder.digests.name}; train with digest.every=10")
+    on_record = sorted(recorded(run))
     was = folder.read_config()
     if was.replicas.several and not was.replicas.exact:
         raise ConfigError(
@@ -139,7 +136,7 @@ def audited(run: Path, *, steps: int, seed: int, tell: Callable[[str], None]) ->
             "audited; train with replicas.exact=true"
         )
     most = Plan.load(folder.plan).num_stages  # so many the model can be cut into
-    for step in sorted(draw.sample(recorded, min(steps, len(recorded)))):
+    for step in sorted(draw.sample(on_record, min(steps, len(on_record)))):
         options = [f"stages={draw.randint(1, most)}", f"schedule={draw.choice(SCHEDULES)}"]
         options.append(f"memory.tier={draw.choice(TIERS)}")
         one = _first_difference(run, step, options, tell)
@@ -171,26 +168,21 @@ def show(repeated: RepeatedStep, name: str, path: Path) -> None:
         names = [*repeated.line["values"]]
         ends = f"they run from {names[0]} to {names[-1]}"
         raise ConfigError(f"show={name}: no weight has this name or lies in a module of it; {ends}")
-    table = Table("tensor", "shape", "mean", "std", "least", "most", "zeros", "not finite")
+    rows = []
     for kind, tensor in found.items():
         if not tensor.numel():
             continue
         values = tensor.detach().double().flatten()
         figures = (values.mean(), values.std(correction=0), values.min(), values.max())
         shares = ((values == 0).double().mean(), (~values.isfinite()).double().mean())
-        row = (*(f"{one:.4g}" for one in figures), *(f"{one:.1%}" for one in shares))
-        table.add_row(kind, "x".join(map(str, tensor.shape)), *row)
-    console.screen().print(table)
+        cells = (*(f"{one:.4g}" for one in figures), *(f"{one:.1%}" for one in shares))
+        rows.append((kind, "x".join(map(str, tensor.shape)), *cells))
+    names = ("tensor", "shape", "mean", "std", "least", "most", "zeros", "not finite")
+    console.screen().print(table(names, rows, left=names[:2]))
     with refusing(path.parent):
         path.parent.mkdir(exist_ok=True)
     write_tensors(path, {kind: tensor.detach().cpu().contiguous() for kind, tensor in found.items()})
     print(console.short(path))
-
-
-def recorded_lines(folder: RunFolder) -> dict[int, Line]:
-    """The lines of digests by step; none where the run recorded none."""
-    lines = read_lines(folder.digests) if folder.digests.is_file() else []
-    return {line["step"]: line for line in lines}
 
 
 def first_not_finite(run: Path) -> int:
@@ -209,8 +201,10 @@ def _metrics(folder: RunFolder) -> list[Line]:
     return read_lines(folder.metrics)
 
 
-def _options(folder: RunFolder, changes: Sequence[str], tell: Callable[[str], None]) -> TrainConfig:
-    """Return the options of a run for its replay."""
+def _options(
+    folder: RunFolder, changes: Sequence[str], tell: Callable[[str], None]
+) -> tuple[TrainConfig, TrainConfig]:
+    """Return the options of a run, and those of its replay."""
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} has no {folder.config.name}; name the folder of a run")
     try:
@@ -247,7 +241,7 @@ def _options(folder: RunFolder, changes: Sequence[str], tell: Callable[[str], No
             )
         if kind == "said":
             tell(f"bits may differ: {key}={mine} was {there.get(key)}")
-    return now
+    return was, now
 
 
 def _source(folder: RunFolder, config: TrainConfig, step: int, tell: Callable[[str], None]) -> str | None:
