@@ -72,7 +72,7 @@ class DdpHook(_Packed):
     def _mean(self, buffer: Tensor, index: int) -> Tensor:
         group, packing = self._group, self._packing_of(self._group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        slices = slices_of(buffer.tensor_split(size))  # of each the piece of every rank
+        slices = slices_of(buffer.tensor_split(size))  # each has a part of every rank's piece
         sums = [expect(packing, [pieces[rank]] * size, group) for pieces in slices]
         means = [expect(packing, pieces, group) for pieces in slices]
         sent = [send(packing, pieces, group, flow=("gradients", index)) for pieces in slices]

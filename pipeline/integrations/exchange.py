@@ -143,7 +143,7 @@ def send(
     def sent() -> None:
         for work in works:
             work.wait()
-        frames.clear()
+        frames.clear()  # which live until then
 
     return sent
 

@@ -35,6 +35,7 @@ from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.run.losses import cross_entropy as loss
 from penstock.pipeline.run.planning import model_name, record
 from penstock.pipeline.run.run_folder import RunFolder
+from penstock.pipeline.runtime.meter import ResidentMemory
 from penstock.stages.plan.plan import Plan
 from penstock.stages.units import show_bytes
 
@@ -62,7 +63,9 @@ def options() -> Any:
     add("--hosts", type=listed(known=HOSTS), default=list(HOSTS), help=f"of {', '.join(HOSTS)}")
     add("--links", type=listed(lambda text: parse_link(text).name), default=[LOOPBACK, "1Gbit", "100Mbit"],
         help="loopback, or rates of each rank's link to the others")  # fmt: skip
-    add("--only", choices=SIDES, help="run one side alone")
+    add(
+        "--only", choices=SIDES, help="run one side alone, for the most that it has resident beyond its start"
+    )
     add("--steps", type=harness.at_least(1), default=2, help="steps of a run")
     return made
 
@@ -175,6 +178,8 @@ def rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
     config = folder.read_config()
     world, job = init(deadline=config.deadline), Job(config)
     (plan,), found = harness.load_plans(folder).values(), {}
+    resident = ResidentMemory(model_bytes=0)
+    resident.begin()
     for host in asked.hosts:
         make, settings = HOSTS[host]
         asked_for = [asked.only] if asked.only else SIDES
@@ -189,7 +194,7 @@ def rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
         here = [all(torch.equal(one, other) for one, *others in trained for other in others)]
         counted = [getattr(one, "transfers", one) for _, _, transfers in sides.values() for one in transfers]
         here += [sum(one.bytes_raw for one in counted), sum(one.bytes_sent for one in counted)]
-        here += [_peak()]
+        here += [resident.most()]
         same, raw, sent, peaks = zip(*world.all_gather_json(here), strict=True)
         found[host] = {"runs": runs, "same": all(same), "raw": sum(raw), "sent": sum(sent), "peaks": peaks}
     return found
@@ -203,12 +208,6 @@ def _turn(step: Callable[[Any, Any], object], batches: Iterator[Any], steps: int
         step(*next(batches))
     dist.barrier()
     return (time.perf_counter() - start) / steps
-
-
-def _peak() -> int:
-    """Return the most bytes that this process has had resident; ru_maxrss would count those of its parent."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in status if line.startswith("VmHWM:")).split()[1]) << 10
 
 
 def _local(tensor: Any) -> torch.Tensor:
