@@ -6,38 +6,9 @@ from pathlib import Path
 
 import pytest
 from commands import answer, refusal, train, trained
+from planted import PLANTED
 from safetensors.torch import load_file
 
-PLANTED = """
-import os
-import torch
-from torch import nn
-
-class Net(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.2),
-                         nn.ReLU(), nn.Linear(16, 4))
-
-def data(infinite=None):
-    draw = torch.Generator().manual_seed(5)
-    x, y = torch.randn(64, 12, generator=draw), torch.randint(4, (64,), generator=draw)
-    if infinite is not None:
-        x[infinite] = torch.inf
-    table = torch.utils.data.TensorDataset(x, y)
-    return table, table
-
-class Faulty(torch.optim.SGD):
-    '''Flips one bit of one gradient, at the step and in the parameter of so many elements that FLIP names.'''
-
-    def step(self, closure=None):
-        at, size, bit = map(int, os.environ.get("FLIP", "-1 0 0").split())
-        for group in self.param_groups:
-            for one in group["params"]:
-                self.state[one]["count"] = self.state[one].get("count", 0) + 1
-                if self.state[one]["count"] == at + 1 and one.numel() == size:
-                    one.grad.view(torch.int32).view(-1)[3] ^= 1 << bit
-        return super().step(closure)
-"""
 JOB = (
     "model._target_=mine.Net data._target_=mine.data batch_size=8 micro_batches=4 epochs=2 threads=1 "
     "digest.every=1 codec=zero_value"
@@ -82,6 +53,10 @@ def test_a_run_without_checkpoints_or_digests_is_repeated_from_the_beginning(cap
     code, shown, _ = answer("replay run step=2", capfd)
     assert code == 0
     assert "it has no digests on record" in shown
+    config = Path("run", "config.yaml")
+    config.write_text(re.sub(r"(?m)^  torch: .*$", "  torch: 1.2.3", config.read_text()))
+    assert re.search(r"bits may differ: versions.torch=\S+ was 1.2.3", answer("replay run step=2", capfd)[2])
+    Path("run", "digests.jsonl").touch()
     assert "has no digests.jsonl" in refusal("run", capfd, name="audit")
 
 
@@ -164,13 +139,17 @@ def _drawn(seed):
     return random.Random(seed).sample(range(16), 1)[0]
 
 
-def test_the_first_loss_that_is_no_number_is_found_with_its_layer(capfd):
+def test_the_first_loss_that_is_no_number_is_found_with_its_layer(monkeypatch, capfd):
     assert train(f"{JOB} ranks=2 optimizer=sgd data.infinite=20 hydra.run.dir=run") == 3
     capfd.readouterr()
     code, shown, _ = answer("replay run step=nan", capfd)
     assert code == 0
     assert "step 2: detect_anomaly=true refuses NaN in the output of a layer" in shown
     assert "that of layer _0, infinite first in the input" in shown
+    monkeypatch.setenv("FINITE", "1")
+    code, shown, _ = answer("replay run step=nan", capfd)
+    assert code == 1
+    assert "every value was finite this time" in shown
 
 
 REFUSED = {

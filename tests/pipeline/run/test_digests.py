@@ -7,27 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from commands import answer, refusal, trained
+from planted import PLANTED
 
 from penstock.pipeline.run import digests
 from penstock.pipeline.run.digests import digest_of
 
-PLANTED = """
-import torch
-from torch import nn
-
-class Net(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.2),
-                         nn.ReLU(), nn.Linear(16, 4))
-
-def data(wrong=None):
-    draw = torch.Generator().manual_seed(5)
-    x, y = torch.randn(64, 12, generator=draw), torch.randint(4, (64,), generator=draw)
-    if wrong is not None:
-        y[wrong] = (y[wrong] + 1) % 4
-    table = torch.utils.data.TensorDataset(x, y)
-    return table, table
-"""
 JOB = (
     "model._target_=mine.Net data._target_=mine.data batch_size=8 micro_batches=4 epochs=2 threads=1 "
     "optimizer=adamw digest.every=1 codec=raw"
