@@ -1,8 +1,8 @@
 """capture(model, call, example) -> Captured: the graph of what a model does, from a few real eager runs.
 
-The first run gives the nodes. A second one with other data and weights shows what depends on them: the
-smallest module around such a place is taken as one layer, whatever it does inside. A third one with one more
-sample shows which numbers follow the size of the micro-batch."""
+The first run gives the nodes. Two more, on other data and at other sizes, show which numbers follow the size
+of the micro-batch. Where one goes another way, runs that differ in one thing alone show what the way depends
+on: the smallest module around a place that depends on data is taken as one layer, whatever it does inside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import fx, nn
 from ....compression.errors import PlanError
 from ...torch_private import TreeSpec
 from .call_spec import Call, fresh, other_data, resized
-from .dynamic_shapes import Different, moving, moving_as, refuse_data
+from .dynamic_shapes import Different, moving, moving_as, pairs_of, refuse_data
 from .nodes import Unrecordable, follow_inputs, path_of, where_of
 from .reads import CodeReads, Guard
 from .recorder import Applied, Recorder, applying, flattened
@@ -93,6 +93,7 @@ def capture(
     Raises:  PlanError: a run cannot be repeated, and no module around the place can be one layer."""
     runs = _Runs(call, leaf, functions, written)
     samples, moves, fixed = call.samples_of(example), dict[fx.Node, Any](), ""
+    others: dict[int, fx.Graph] = {}
     applied = applying()  # an eager run has imported by now what the model imports in a forward
     # 1. until two runs on other data and weights are the same calls, one module more as one layer each time
     while True:
@@ -106,7 +107,10 @@ def capture(
                 with contextlib.suppress(Different):
                     moves, fixed = moving_as(known.nodes, recorder.graph, samples), known.fixed
                     break
-            runs.hold_to_other_data(recorder, copies, example, applied)
+            if not runs.chosen:
+                others, moves = runs.on_other_data_and_sizes(recorder.graph, copies, example, applied)
+            if not others:
+                runs.hold_to_other_data(recorder, copies, example, applied)
             break
         except (Different, Unrecordable) as failure:
             path = _around(model, failure)
@@ -116,12 +120,12 @@ def capture(
             if not isinstance(kind := model.get_submodule(path), _CONTAINERS):
                 runs.kinds[type(kind)] = path
     # 2. numbers that follow the size of the micro-batch
-    sizes = (samples + 1, 2 * samples + 1)
-    others: dict[int, fx.Graph] = {}
+    sizes = _other_sizes(samples)
     try:
-        for size in sizes if runs.seed else ():
-            others[size] = runs.again(copies(), resized(call, example, size), applied=applied)
-        moves = moving(recorder.graph, others, samples) if others else moves
+        if runs.seed and not others:
+            for size in sizes:
+                others[size] = runs.again(copies(), resized(call, example, size), applied=applied)
+            moves = moving(recorder.graph, others, samples)
     except Different as difference:
         fixed = f"with another number of samples than {samples}, {difference.what}"
     except Exception as error:
@@ -170,6 +174,29 @@ class _Runs:
         _recorded(recorder, model_copy, self.call, inputs)
         return recorder.graph
 
+    def on_other_data_and_sizes(
+        self,
+        graph: fx.Graph,
+        copies: Callable[..., nn.Module],
+        example: Sequence[torch.Tensor],
+        applied: Applied,
+    ) -> tuple[dict[int, fx.Graph], dict[fx.Node, Any]]:
+        """Runs at other sizes on other data, the first with other weights; which numbers move with the size.
+
+        None unless all go the way of ``graph``: then runs that differ in one thing tell what it depends
+        on."""
+        samples, found = self.call.samples_of(example), dict[int, fx.Graph]()
+        with contextlib.suppress(Exception):
+            for seed, size in enumerate(_other_sizes(samples), 1):
+                data = resized(self.call, other_data(self.call, example, seed=seed), size)
+                found[size] = self.again(copies(shifted=size == samples + 1), data, applied=applied)
+                pairs_of(graph, found[size])
+            moves = moving(graph, found, samples, results=True)
+            if not _counts(graph):
+                self.seed = 1
+                return found, moves
+        return {}, {}
+
     def hold_to_other_data(
         self,
         recorder: Recorder,
@@ -189,6 +216,10 @@ class _Runs:
                 self.seed = self.seed or seed
                 if not _counts(recorder.graph):
                     return
+
+
+def _other_sizes(samples: int) -> tuple[int, int]:
+    return samples + 1, 2 * samples + 1
 
 
 def _counts(graph: fx.Graph) -> bool:

@@ -6,6 +6,7 @@ are written as such; where one follows no rule, each size is recorded when it co
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -84,23 +85,38 @@ class Different(Exception):
         self.node, self.other, self.what = node, other, what
 
 
-def moving(graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int) -> dict[fx.Node, Any]:
+def moving(
+    graph: fx.Graph, others: Mapping[int, fx.Graph], samples: int, *, results: bool = False
+) -> dict[fx.Node, Any]:
     """For every node whose numbers move, its (args, kwargs, expect, shape) with ``Affine`` in them.
 
-    Args:    samples: the size of micro-batch that ``graph`` was recorded at; ``others``: recordings by size.
+    Args:    samples: the size of micro-batch that ``graph`` was recorded at; ``others``: recordings by size;
+             ``results``: the shape of every result follows a rule, too.
     Raises:  Different: they are not the same nodes, or a number follows no rule."""
     found: dict[fx.Node, Any] = {}
     twins = {size: pairs_of(graph, other) for size, other in others.items()}
     for node in graph.nodes:
-        facts, numbers = facts_of(node), []
-        beside = [flat(facts_of(its[node])) for its in twins.values()]
-        for ours, *theirs in zip(flat(facts), *beside, strict=False):
-            rule = _rule(node, ours, dict(zip(twins, theirs, strict=True)), samples, twins)
-            numbers += [rule] if isinstance(ours, int) else []
+        facts, numbers = facts_of(node), list(_rules(node, facts_of, samples, twins))
         if any(isinstance(number, Affine) for number in numbers):
             rest = iter(numbers)
             found[node] = mapped(facts, int, lambda _, rest=rest: next(rest))
+        if results:
+            collections.deque(_rules(node, shapes_of, samples, twins), maxlen=0)
     return found
+
+
+def _rules(
+    node: fx.Node,
+    look: Callable[[fx.Node], Any],
+    samples: int,
+    twins: Mapping[int, Mapping[fx.Node, fx.Node]],
+) -> Iterator[Any]:
+    """The rule for every integer that ``look`` finds at ``node``, held to what it finds at its twins."""
+    beside = [flat(look(its[node])) for its in twins.values()]
+    for ours, *theirs in zip(flat(look(node)), *beside, strict=False):
+        rule = _rule(node, ours, dict(zip(twins, theirs, strict=True)), samples, twins)
+        if isinstance(ours, int):
+            yield rule
 
 
 def _rule(
@@ -136,7 +152,7 @@ def _rule(
 def refuse_data(graph: fx.Graph, other: fx.Graph, samples: int) -> None:
     """Raise Different unless two recordings of one size, on other data, are the same."""
     for node, its in pairs_of(graph, other).items():
-        if node.meta.get("sizes") != its.meta.get("sizes"):
+        if shapes_of(node) != shapes_of(its):
             raise Different(node, its, f"the shape of {node.name} depends on the data")
     moving(graph, {samples: other}, samples)
 
@@ -205,6 +221,11 @@ def _follows(rule: Any, found: Any, samples: int, *, flags: bool) -> bool:
 def facts_of(node: fx.Node) -> tuple[Any, ...]:
     """Arguments of a node, and what it checks."""
     return node.args, node.kwargs, node.meta.get("expect"), node.meta.get("shape")
+
+
+def shapes_of(node: fx.Node) -> Any:
+    """Shapes of the tensors in the result of a node."""
+    return node.meta.get("sizes")
 
 
 def called(target: Any) -> Any:

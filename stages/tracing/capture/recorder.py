@@ -121,7 +121,7 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
     return memory_id(tensor) if tensor.layout is torch.strided else None
 
 
-_COUNTS = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive")
+_COUNTS = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
 """Calls whose results are as long as the values of their input say."""
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -357,7 +357,8 @@ class Recorder(Nodes, TorchFunctionMode):
                 node.meta["drew"] = True
             masks = (t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:]))
             by_mask = name == "__getitem__" and any(masks)
-            if name in _COUNTS or by_mask or (name == "where" and len(args) == 1):
+            repeats = name == "repeat_interleave" and len(tensors_in((args, kwargs))) > 1
+            if name in _COUNTS or by_mask or repeats or (name == "where" and len(args) == 1):
                 node.meta["counts"] = True
         elif any(isinstance(leaf, fx.Node) for leaf in tree_leaves(given)):
             self.refuse_chance(given)

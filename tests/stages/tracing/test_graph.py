@@ -163,7 +163,7 @@ def test_a_trace_costs_fewer_than_ten_steps_of_training():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.ReLU())
     with Rows() as counted:
         penstock.trace(model, (torch.randn(2, 4),))
-    assert counted.rows <= 14 * 2  # with four backwards of a batch, twice as dear: seven steps
+    assert counted.rows <= 13 * 2  # with four backwards of a batch, twice as dear: seven steps
 
 
 class MeanInEval(nn.Module):

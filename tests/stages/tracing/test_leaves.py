@@ -110,6 +110,21 @@ def test_other_data_of_the_same_counts_by_chance_hide_no_choice_by_value():
         assert "moe" in layers(), seed
 
 
+class OneHot(nn.Module):
+    """Makes as many columns as the largest element says, which no number in the record shows."""
+
+    def forward(self, x):
+        return nn.functional.one_hot(x)
+
+
+def test_a_result_that_is_as_long_as_a_value_says_is_refused():
+    model = model_of(
+        lambda self, x: self.last(self.hot(x).float().sum(-1, True)), hot=OneHot(), last=nn.Linear(1, 2)
+    )
+    with pytest.raises(PlanError, match="the shape of hot depends on the data in module hot"):
+        penstock.trace(model, (torch.tensor([0, 0, 1, 0]),))
+
+
 def test_what_chooses_by_value_is_one_layer_by_itself_and_the_graph_says_why():
     graph = penstock.trace(Net(), X)
     assert "moe" in graph.layers
