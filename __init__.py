@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .stages.memory.byte_budget import MemoryOptions as MemoryOptions
     from .stages.memory.disk import DiskOptions as DiskOptions
     from .stages.memory.offload import offload as offload
+    from .stages.plan.cluster import Cluster as Cluster
     from .stages.plan.plan import Plan as Plan
     from .stages.profiling.measure import measure as measure
     from .stages.profiling.network_profile import Profile as Profile
@@ -73,6 +74,7 @@ _HOMES = {
     "Profile": "stages.profiling.network_profile",
     "partition": "pipeline.partition.partition",
     "Plan": "stages.plan.plan",
+    "Cluster": "stages.plan.cluster",
     "layer_seed": "stages.seeds",
     "from_layers": "pipeline.network_definition",
     "pack_transfers": "pipeline.integrations.torch_pipelines",

@@ -248,7 +248,8 @@ class PlanConfig:
         ranks: processes, of all machines together; 1 runs all stages in one process
         stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
-        schedule: gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b, custom; penstock plan: also all
+        schedule: gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b, custom; auto: the
+            shortest simulated step of those with the plain loop's bits; penstock plan: also all
         program: file of a custom schedule, a line of instructions such as 0F0 0F1 0B0 0B1 for each rank
         weights: version a micro-batch sees: latest; async_1f1b: stashed, vertical_sync; 1f1b: double_buffered
         weights_first: in a backward, a layer's weight gradient comes before the gradient of its input
@@ -261,6 +262,7 @@ class PlanConfig:
         micro_batches: parts of a batch, which follow each other through the stages
         extra_in_flight: micro-batches in flight beyond plain 1f1b, for a slow link; auto: up to 2, by measure
         link: speed between ranks, for the planner, for example 1Gbit; null: unlimited
+        cluster: YAML file of ranks that differ in speed, memory and links; ranks= is as many
         memory: limits for the planner
         replicas: ranks that share the micro-batches of a stage
         seed: decides initial weights, order of samples and random layers
@@ -290,6 +292,7 @@ class PlanConfig:
     micro_batches: int = 8
     extra_in_flight: Any = "auto"
     link: Any = None
+    cluster: str | None = None
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     seed: int = 0

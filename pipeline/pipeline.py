@@ -288,9 +288,7 @@ class Pipeline:
             give_values(model, self.values, **parts)
             own = ownership(model, self.plan, graph, self.steps, self.world)
         spread(model, own, self.steps, self.devices)
-        limit = self.plan.memory
-        if limit is not None and self.world.is_alone:  # this process is all ranks
-            limit *= self.plan.num_ranks
+        limit = self.plan.budget(range(self.plan.num_ranks) if self.world.is_alone else [self.rank])
         tiers = Tiers(device=limit, host=memory.host_bytes, on_gpu=self.world.device.is_gpu)
         self.memory = MemoryThread(memory, num_layers=Counter(own.layers), tiers=tiers)
         self.disk = disk_of(own, self.plan, options.disk, tiers)

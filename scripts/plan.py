@@ -30,7 +30,7 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
     from ..pipeline.run import console  # what brings torch, which a refusal does not wait for
     from ..pipeline.run.bounded import recorded_without_memory
     from ..pipeline.run.early import ALL
-    from ..pipeline.run.planning import compare_schedules, decide, prepare, record, views
+    from ..pipeline.run.planning import beside, compare_schedules, decide, prepare, record, views
     from ..pipeline.run.schedule_comparison import check_order
 
     samples = prepare(config)
@@ -45,5 +45,6 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
     folder.begin(console.warn)
     folder.save(config, plan)
     lines, shown = views(config, found.graph, profile, plan, folder)
+    lines += beside(config, profile, plan)
     files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else []), *shown]
     print(plan, *lines, *map(console.short, files), sep="\n")

@@ -46,9 +46,11 @@ class Mix(NamedTuple):
         return f"{saved} and parameters in the tier {self.parameters_tier}{waits}"
 
 
-def is_open(*, memory: int | str | None, tier: str, parameters_tier: str, prefetches: bool | None) -> bool:
+def is_open(
+    memory: int | str | None, *, limited: bool, tier: str, parameters_tier: str, prefetches: bool | None
+) -> bool:
     """Return whether a tier has to be chosen, or measured first."""
-    moves = memory is not None and parameters_tier != "device" and prefetches is None
+    moves = limited and parameters_tier != "device" and prefetches is None
     return AUTO in (tier, parameters_tier) or share_of(memory) is not None or moves
 
 
@@ -61,12 +63,14 @@ def cheapest(
     parameters_tier: str,
     recompute: bool | Sequence[str],
     prefetches: bool | None,
+    limited: bool,
     disk_rate: float | None,
 ) -> Plan:
     """Return the plan that ``cut`` (``partition``, told all else) makes with the cheapest mix of tiers.
 
     Args:    memory: a rank's budget, also as a share ("25%") of what it holds with everything kept.
-             disk_rate: bytes per second of the disk; 0: it may not be used, None: not measured.
+             limited: there is a budget, be it that of a cluster; disk_rate: bytes per second of the disk; 0:
+             it may not be used, None: not measured.
     Raises:  PlanError: nothing fits, with the least budget that does."""
     kept, asked = Mix("device", "device", recompute=False, prefetches=True), f"memory={memory}"
     if (share := share_of(memory)) is not None:
@@ -88,12 +92,12 @@ def cheapest(
             last = error  # that mix does not suit the schedule
             continue
         found.append((_seconds(plan, disk_rate or DISK_RATE), plan))
-        if memory is None:
+        if not limited:
             break  # nothing is moved where there is no limit
     if found:
         least = min(seconds for seconds, _ in found)
         return next(plan for seconds, plan in found if seconds <= least * EQUAL)
-    for needed, mix, least in sorted(refused):
+    for needed, mix, least in sorted(refused) if memory is not None else ():
         with contextlib.suppress(PlanError):  # the mix may not suit the schedule
             cut(memory=needed, **mix._asdict())
             budget = "the smallest budget" if least else "a budget"

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from ...stages.memory.byte_budget import PREFETCH_LAYERS
+from ...stages.plan.cluster import Cluster
 from ...stages.plan.memory_model import NEIGHBOURS, Copies
 from ...stages.plan.plan_stage import PlanStage
 from ...stages.profiling.network_profile import Profile, ValueProfile, sizes_of
@@ -31,7 +32,8 @@ class Costs:
 
     ``copies`` says how often each rank holds what its layers take, ``rate`` is the bits per second of a link,
     ``budget`` the bytes that a rank may use; ``recompute``: what runs again for a backward;
-    ``prefetches``: parameters in a tier come ahead of the layer that reads them;
+    ``prefetches``: parameters in a tier come ahead of the layer that reads them; ``cluster``: ranks that
+    differ, in the place of ``rate`` and ``budget``, which then is the largest of theirs;
     ``replicas``: ranks that share the micro-batches of each stage, empty: one each."""
 
     def __init__(
@@ -44,7 +46,12 @@ class Costs:
         recompute: bool | Sequence[str] = False,
         prefetches: bool = True,
         replicas: Sequence[int] = (),
+        cluster: Cluster | None = None,
     ) -> None:
+        self.speeds = cluster.speeds if cluster else ()
+        self.budgets: Sequence[int | None] = cluster.memory if cluster else ()
+        budget = max((one for one in self.budgets if one is not None), default=budget)
+        self.most = budget
         self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
         self.recompute, self.prefetches, self.replicas = recompute, prefetches, replicas
         layers = profile.layers
@@ -76,10 +83,21 @@ class Costs:
         trained = [value for value in profile.values if value.requires_grad]
         self.backward_bytes = _over_cuts(len(layers), trained)
         self.cut_weights = self._cut_weights()
-        self.link_times = [0] * (len(layers) + 1)
-        if rate is not None:  # both directions of a link carry at once
-            slower = map(max, self.forward_bytes, self.backward_bytes)
-            self.link_times = [round(8 * num_bytes * PICOSECONDS / rate) for num_bytes in slower]
+        places = len(copies)
+        self.link_times = [self._link_times(one) for one in cluster.links] if cluster else []
+        self.link_times += [self._link_times(None if cluster else rate)] * (places - len(self.link_times))
+
+    def _link_times(self, rate: float | None) -> list[int]:
+        """Picoseconds that a link needs for a micro-batch at each position: both directions carry at once."""
+        slower = map(max, self.forward_bytes, self.backward_bytes)
+        return [round(8 * num_bytes * PICOSECONDS / rate) if rate else 0 for num_bytes in slower]
+
+    def _needed(self, num_bytes: int, rank: int) -> int:
+        """The budget with its margin in the largest one's measure: where a rank has half of it, twice."""
+        if not self.budgets:
+            return with_margin(num_bytes)
+        own = self.budgets[rank]
+        return 0 if own is None or self.most is None else -(-with_margin(num_bytes) * self.most // own)
 
     def _of_parts(self, saved: Sequence[int]) -> list[int]:
         """Of each layer, what its part saves that runs again; 0 where it runs once."""
@@ -149,19 +167,20 @@ class Costs:
             needed += there.frames(entering=self.passing[start], replicas=self._replicas_of(rank - 1))
         if end < len(self.profile.layers):
             needed += there.frames(leaving=self.passing[end], replicas=self._replicas_of(rank + 1))
-        return with_margin(needed)
+        return self._needed(needed, rank)
 
     def least_required(self, start: int, end: int, rank: int) -> int:
         """Bytes that a longer part never needs fewer of: all but what depends on its ends."""
-        return with_margin(self.memory(start, end, rank, enters=False))
+        return self._needed(self.memory(start, end, rank, enters=False), rank)
 
     def staying(self, spans: Sequence[Placed], copies: Sequence[Copies]) -> list[int]:
         """Of every stage, bytes of parameters that may stay, where the others leave: all else goes first.
 
         Where saved tensors leave as well half of the room is for them: they stay as long as there is any."""
-        budget = self.budget or 0
-        free = budget * 100 // (100 + TOLERANCE) - budget // BESIDE
-        room = dict.fromkeys((rank for *_, rank in spans), free)
+        room = {}
+        for rank in {rank for *_, rank in spans}:
+            budget = (self.budgets[rank] if self.budgets else self.budget) or 0
+            room[rank] = budget * 100 // (100 + TOLERANCE) - budget // BESIDE
         for ((start, end), place, rank), frames in zip(spans, self.frames(spans, copies), strict=True):
             room[rank] -= self.memory(start, end, place, copies) + frames
         found = []
@@ -184,14 +203,14 @@ class Costs:
         used = Counter[int]()
         for ((start, end), place, rank), frames in zip(spans, self.frames(spans, copies), strict=True):
             used[rank] += self.memory(start, end, place, copies) + frames
-        return with_margin(max(used.values()))
+        return max(self._needed(num_bytes, rank) for rank, num_bytes in used.items())
 
     def needed_with_frames(self, ends: Sequence[int], spans: Sequence[Placed]) -> int:
         """The least budget of ranks with these ``ends``, with the frames between their own stages."""
         used = Counter({rank: self.memory(*span, rank) for rank, span in enumerate(itertools.pairwise(ends))})
         for (*_, rank), frames in zip(spans, self.frames(spans), strict=True):
             used[rank] += frames
-        return with_margin(max(used.values()))
+        return max(self._needed(num_bytes, rank) for rank, num_bytes in used.items())
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
         """Picoseconds per micro-batch; math.inf where the layers and frames do not fit the budget."""
@@ -204,16 +223,20 @@ class Costs:
     def _of_rank(self, start: int, end: int, rank: int, required: Span) -> float:
         if self.budget is not None and required(start, end, rank) > self.budget:
             return math.inf
-        seconds = self.times[end] - self.times[start]
+        seconds = self._time(start, end, rank)
         return -(-seconds // self.replicas[rank]) if self.replicas else seconds
+
+    def _time(self, start: int, end: int, rank: int) -> int:
+        seconds = self.times[end] - self.times[start]
+        return round(seconds / self.speeds[rank]) if self.speeds else seconds
 
     def of_stage(self, rank_ends: Sequence[int], *, timed: bool = True) -> Span:
         """Picoseconds per micro-batch of a stage, 0 if not ``timed``; math.inf where it would lie on two
         ranks."""
 
         def span(start: int, end: int, stage: int) -> float:
-            crosses = rank_ends[bisect.bisect_right(rank_ends, start)] < end
-            return math.inf if crosses else timed * (self.times[end] - self.times[start])
+            behind = bisect.bisect_right(rank_ends, start)
+            return math.inf if rank_ends[behind] < end else timed * self._time(start, end, behind - 1)
 
         return span
 
@@ -222,6 +245,7 @@ class Costs:
     ) -> PlanStage:
         """The stage made of these layers, with its predictions and what was decided for it."""
         layers = self.profile.layers[start:end]
+        speed = self.speeds[rank] if self.speeds else 1.0
         parameters = tuple(dict.fromkeys(name for layer in layers for name in layer.parameters))
         again = self.recompute
         if not isinstance(again, bool):
@@ -232,8 +256,8 @@ class Costs:
             layers=tuple(layer.name for layer in layers),
             parameters=parameters,
             num_parameters=sum(layer.num_parameters for layer in layers),
-            forward_seconds=sum(layer.forward_seconds for layer in layers),
-            backward_seconds=sum(self.backwards[start:end]),
+            forward_seconds=sum(layer.forward_seconds for layer in layers) / speed,
+            backward_seconds=sum(self.backwards[start:end]) / speed,
             memory_bytes=self.memory(start, end, rank, staying=staying),
             frame_bytes=frames,
             staying_bytes=staying,

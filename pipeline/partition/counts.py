@@ -1,9 +1,11 @@
 """Numbers of stages and ranks of a plan, from what was asked for; contradictions are refused."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from ...compression.errors import PlanError
 from ...compression.names import AUTO, check_name
+from ...stages.plan.cluster import Cluster
 from ...stages.profiling.network_profile import Profile
 from ..schedules.building_blocks import layout, placed
 
@@ -25,6 +27,24 @@ def check_arguments(profile: object, codec: object, extra_in_flight: object, opt
         raise PlanError(
             f"optimizer_state is a number of bytes for each byte of parameters, found {state!r}; "
             "use 0 or more, or leave it out"
+        )
+
+
+def check_cluster(cluster: Cluster, schedule: str, **others: Any) -> None:
+    """Refuse what a cluster says itself, and stages that are no chain of ranks."""
+    for name, plain in (("memory", None), ("link", None), ("replicas", 1)):
+        if others[name] != plain:
+            raise PlanError(
+                f"a cluster has the memory and links of its ranks, one a stage; leave out {name}="
+            )
+    if others["ranks"] not in (None, cluster.num_ranks):
+        raise PlanError(
+            f"the cluster has {cluster.num_ranks} ranks, found ranks={others['ranks']}; leave it out"
+        )
+    if layout(schedule) != "neighbours":
+        raise PlanError(
+            f"a cluster is a chain of ranks, and schedule={schedule} puts stages elsewhere; take a schedule "
+            "of neighbours, such as 1f1b"
         )
 
 

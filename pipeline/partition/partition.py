@@ -18,6 +18,7 @@ from typing import Any
 
 from ...compression.errors import PlanError
 from ...compression.names import AUTO
+from ...stages.plan.cluster import Cluster
 from ...stages.plan.memory_model import Copies, copies, exchanges
 from ...stages.plan.plan import Asked, Plan
 from ...stages.plan.plan_stage import counts_of, split_shares
@@ -31,7 +32,15 @@ from ..schedules.instruction import Programs
 from ..schedules.replicated import DEEPENED, dealt, endless_programs, most_extra, replicated, waiting
 from .choose import TooSmall, cheapest, is_open
 from .costs import Costs
-from .counts import check_arguments, check_asked, check_counts, replica_counts, sizes, stage_counts
+from .counts import (
+    check_arguments,
+    check_asked,
+    check_cluster,
+    check_counts,
+    replica_counts,
+    sizes,
+    stage_counts,
+)
 from .divide import shortest
 from .split import smallest_limit, split
 
@@ -114,6 +123,7 @@ def partition(
     codec: str = "auto",
     link: float | str | None = None,
     memory: int | str | None = None,
+    cluster: Cluster | None = None,
     optimizer_state: float | None = None,
     tier: str = "device",
     weights: str = "latest",
@@ -150,6 +160,7 @@ def partition(
         codec: name of a codec, or "auto": measured while it trains.
         tier: where what a forward saves waits: "device" as it is, "packed", "host" or "disk".
         memory: bytes of each rank (``"2GiB"``), kept with a margin of 5 %; None: unlimited.
+        cluster: ranks that differ in speed, memory and links, instead of ``ranks``, ``memory`` and ``link``.
         optimizer_state: bytes that the optimizer keeps for each of the parameters' (Adam: 2); None: 1.
         weights: which version of the weights a micro-batch sees: "latest"; of ``async_1f1b`` "stashed" or
             "vertical_sync"; of ``1f1b`` "double_buffered".
@@ -178,10 +189,16 @@ def partition(
     asked_for = dict(locals())  # ahead of any other name
     # 1. what the request leaves open: tiers and replicas are searched by calls of this function
     check_arguments(profile, codec, extra_in_flight, optimizer_state)
+    if cluster is not None:
+        check_cluster(cluster, schedule, ranks=ranks, replicas=replicas, memory=memory, link=link)
+        asked_for["ranks"] = ranks = cluster.num_ranks
     left_open = ("memory", "tier", "parameters_tier", "recompute", "prefetches")
     open_ = {name: asked_for.pop(name) for name in left_open}
-    if is_open(memory=memory, tier=tier, parameters_tier=parameters_tier, prefetches=prefetches):
-        return cheapest(functools.partial(partition, **asked_for), profile, disk_rate=disk_rate, **open_)
+    limited = memory is not None or (cluster is not None and any(cluster.memory))
+    if is_open(memory, limited=limited, tier=tier, parameters_tier=parameters_tier, prefetches=prefetches):
+        return cheapest(
+            functools.partial(partition, **asked_for), profile, limited=limited, disk_rate=disk_rate, **open_
+        )
     check_counts(stages=stages, ranks=ranks, micro_batches=micro_batches)
     given = _named_cuts(profile, cuts) if cuts else None
     recompute = recompute if isinstance(recompute, bool) else _named_parts(profile, recompute)
@@ -260,6 +277,7 @@ def partition(
         recompute=recompute,
         prefetches=prefetches is not False,
         replicas=several,
+        cluster=cluster,
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]
@@ -290,8 +308,9 @@ def partition(
         extra_in_flight=extra,
         most_extra_in_flight=most,
         codec=codec,
-        memory=costs.budget,
+        memory=None if cluster else costs.budget,
         link=costs.rate,
+        cluster=cluster,
         weights=weights,
         weights_first=weights_first,
         prediction=prediction,
@@ -322,7 +341,7 @@ def _cut(
     best = functools.partial(split, points, weight=costs.cut_weights)
     parts, least = stages if fixed else ranks, costs.least_of_rank
     ends = best(parts=parts, span=costs.of_rank, edge=costs.link_times, least=least)
-    free = [0] * (points[-1] + 1)
+    free = [[0] * (points[-1] + 1)] * stages
     if fixed:
         if ends is None or not costs.fit([*zip(pairwise(ends), range(stages), fixed, strict=True)]):
             free_costs = copy.copy(costs)
@@ -368,9 +387,18 @@ def _cut(
     inner, rank_of, needed = with_stages(ends)
     if costs.budget is not None and needed > costs.budget:
         budget = "the smallest budget" if needed == tight.budget else "a budget"
-        raise TooSmall(
+        sentence = (
             f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; {budget} that does "
-            f"is memory={needed} ({show_bytes(needed)}); raise memory or ranks",
+            f"is memory={needed} ({show_bytes(needed)}); raise memory or ranks"
+        )
+        if costs.budgets:
+            sentence = (
+                f"the memory of the cluster, {show_bytes(costs.most or 0)} on its largest rank, holds no "
+                f"legal cut of the model; {needed / (costs.most or 1):.3g} times as much on each rank does; "
+                "raise it, or add a device"
+            )
+        raise TooSmall(
+            sentence,
             needed,
             least=needed == tight.budget,
         )

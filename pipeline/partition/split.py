@@ -24,16 +24,16 @@ def split(
     *,
     parts: int,
     span: Span,
-    edge: Sequence[float],
+    edge: Sequence[Sequence[float]],
     weight: Sequence[int],
     least: Span | None = None,
 ) -> list[int] | None:
     """Choose ``parts - 1`` of the inner points as cuts; the first and last point are the ends of the line.
 
     Args:
-        points: ascending positions; ``edge`` and ``weight`` are indexed by position.
+        points: ascending positions; ``weight`` is indexed by position.
         span: cost of a part by itself, a whole number or math.inf.
-        edge: what both parts at a cut pay for it, each as ``max(span, edges)``.
+        edge: of each part, what it and the next one pay for a cut there, each as ``max(span, edges)``.
         weight: the sum over the cuts decides among splits whose costliest part is within the tolerance of the
             cheapest possible; among equals, from the last cut on, the costliest part in front of it, then
             the earlier place.
@@ -59,10 +59,10 @@ def split(
 
 
 def smallest_limit(
-    points: Sequence[int], *, parts: int, span: Span, edge: Sequence[float], least: Span
+    points: Sequence[int], *, parts: int, span: Span, edge: Sequence[Sequence[float]], least: Span
 ) -> float:
     """The smallest possible cost of the costliest part; math.inf where nothing is allowed."""
-    line = _Line(points, parts, span, least, edge, weight=[0] * len(edge), limit=math.inf)
+    line = _Line(points, parts, span, least, edge, weight=[0] * (points[-1] + 1), limit=math.inf)
     return line.values()[-1][-1][1]
 
 
@@ -74,7 +74,7 @@ class _Line:
     parts: int
     span: Span
     least: Span
-    edge: Sequence[float]
+    edge: Sequence[Sequence[float]]
     weight: Sequence[int]
     limit: float
 
@@ -92,7 +92,8 @@ class _Line:
         cost = span(self.points[start], self.points[end], part)
         if cost > self.limit:
             return NOWHERE
-        return before[0] + self.weight[self.points[end]], max(before[1], cost, self.edge[self.points[end]])
+        costliest = max(before[1], cost, self.edge[part][self.points[end]])
+        return before[0] + self.weight[self.points[end]], costliest
 
     def _with_part(self, part: int, before: Sequence[Value]) -> list[Value]:
         """Return the values with this part, from those in front of it.
@@ -117,7 +118,7 @@ class _Line:
             offered = end
             while first < len(kept) and cost_from(kept[first]) > self.limit:
                 first += 1
-            if first == len(kept) or self.edge[self.points[end]] > self.limit:
+            if first == len(kept) or self.edge[part][self.points[end]] > self.limit:
                 continue
             # 2. the best of them by the least cost, and what it costs
             lightest = before[kept[first]][0]

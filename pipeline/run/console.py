@@ -20,7 +20,17 @@ from rich.spinner import Spinner
 from rich.table import Column
 
 from ...stages.files import reason
-from .tables import KEY, clock, closing_table, notes, packed, schedule_table, tier_table, totals
+from .tables import (
+    KEY,
+    clock,
+    closing_table,
+    notes,
+    packed,
+    prediction_table,
+    schedule_table,
+    tier_table,
+    totals,
+)
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
@@ -138,9 +148,11 @@ def begin(plan: Plan, folder: Path) -> None:
 def close(summary: Mapping[str, Any], files: Iterable[Path], *, console: Console | None = None) -> None:
     """Print the closing table, the totals, and in one line where the pictures and the trace are."""
     console = console or screen()
-    console.print(closing_table(summary, wide=console.width >= WIDTH_OF_RAW_BYTES))
-    if table := tier_table(summary):
-        console.print(table)
+    wide = console.width >= WIDTH_OF_RAW_BYTES
+    console.print(closing_table(summary, wide=wide))
+    for table in (tier_table(summary), prediction_table(summary, wide=wide)):
+        if table is not None:
+            console.print(table)
     _print(console, *KEY, *totals(summary), "  ".join(map(short, files)))
 
 

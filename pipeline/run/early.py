@@ -23,6 +23,7 @@ from ...conf.schema import (
     count_or_auto,
     shown,
 )
+from ...stages.plan.cluster import Cluster
 from ...stages.plan.plan import Plan, check_tiers
 from ...stages.plan.plan_stage import split_shares
 from ...stages.plan.validation import check_mirror, check_replicas, check_versions
@@ -48,6 +49,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
 
     Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored."""
     given = load_plan(config, typed) if isinstance(config, TrainConfig) and config.plan else None
+    if config.cluster is not None and given is None:
+        _take_cluster(config, typed)
     if isinstance(config, TrainConfig):
         check_ranks(config.ranks)
         _check_launcher(config)
@@ -106,11 +109,27 @@ def program(path: str | None) -> tuple[str, ...]:
         raise ConfigError(f"program={error}") from error
 
 
+def keys_of(typed: Sequence[str]) -> list[str]:
+    """Return the options that were typed, without their values."""
+    return [option.partition("=")[0].lstrip("+") for option in typed]
+
+
+def _take_cluster(config: PlanConfig, typed: Sequence[str]) -> None:
+    """Write the number of ranks of ``cluster=`` into ``config``; refuse what the file says itself."""
+    number, keys = Cluster.load(str(config.cluster)).num_ranks, keys_of(typed)
+    for key, value in {"link": config.link, "memory.device": config.memory.device}.items():
+        if value is not None:
+            raise ConfigError(f"cluster={config.cluster} has the memory and links of its ranks; drop {key}=")
+    if "ranks" in keys and config.ranks != number:
+        raise ConfigError(f"cluster={config.cluster} has {number} ranks, found ranks={config.ranks}; drop it")
+    config.ranks = number
+
+
 def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
     """Return the plan that ``plan=`` names, its decisions written into ``config``."""
     plan = Plan.load(str(config.plan))
-    keys = [option.partition("=")[0].lstrip("+") for option in typed]
-    for key in ("link", "memory.device"):
+    keys = keys_of(typed)
+    for key in ("link", "cluster", "memory.device"):
         if key in keys:
             raise ConfigError(f"{key}= is for making a plan, and plan={config.plan} is one; drop either")
     decided: dict[str, Any] = {"ranks": plan.num_ranks, "stages": plan.num_stages}
@@ -216,15 +235,15 @@ def _check_launcher(config: TrainConfig) -> None:
 
 
 def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
-    if config.schedule == ALL:
-        if isinstance(config, PlanningConfig):
+    if config.schedule in (ALL, AUTO):
+        if config.schedule == AUTO or isinstance(config, PlanningConfig):
             asked = {name: getattr(config, name) for name in ("weights", "prediction", "error_feedback")}
             if given := [
                 f"{name}={value}" for name, value in asked.items() if value not in ("latest", False)
             ]:
                 raise ConfigError(
-                    f"schedule=all compares each schedule with the weights it has, found {given[0]}; leave "
-                    "it out, or name a schedule"
+                    f"schedule={config.schedule} compares each schedule with the weights it has, found "
+                    f"{given[0]}; leave it out, or name a schedule"
                 )
             return
         raise ConfigError(

@@ -23,7 +23,9 @@ DIRECTIONS = ("forward", "backward")
 OF_TIERS = tuple(f"{tier}_tier" for tier in NAMES)
 SENT = {f"bytes_{kind}_{way}": f"{way}_{kind}" for kind in ("raw", "sent") for way in DIRECTIONS}
 SAVED = {"bytes_saved_raw": "saved_raw", "bytes_saved_kept": "saved_kept"}
-SECONDS = {f"{name}_seconds": f"{name}_seconds" for name in ("compute", "waiting", "exposed", "held_up")}
+SECONDS = {
+    f"{name}_seconds": f"{name}_seconds" for name in ("compute", "worked", "waiting", "exposed", "held_up")
+}
 EXCHANGED = {"bytes_exchanged": "exchanged_bytes"}
 SUMS = SENT | SAVED | EXCHANGED | SECONDS  # what is written of a stage, and what its report calls it
 MOST = (
@@ -42,6 +44,7 @@ class Totals:
         predicted: By rank, the most bytes of each tier, from the first step.
         busy: Seconds in which each rank computed, of ``steady`` seconds: those of all steps but the first,
             which is slow for reasons of its own, unless there is no other.
+        steady_steps: How many these are; ``before``: ``stages`` in front of them.
     """
 
     def __init__(self, *, num_stages: int) -> None:
@@ -50,7 +53,8 @@ class Totals:
         self.loss: float | None = None
         self.ranks = [[0] for _ in range(num_stages)]
         self.busy: tuple[float, ...] = ()
-        self.steady = 0.0
+        self.steady, self.steady_steps = 0.0, 0
+        self.before: list[dict[str, Any]] = []
         self.of_ranks = [[_zeros()] for _ in range(num_stages)]
         self.predicted: dict[str, dict[str, int]] = {}
 
@@ -67,8 +71,10 @@ class Totals:
         self.loss = _finite(report.loss)
         if self.num_steps <= 2 or len(self.busy) != len(report.busy_seconds):
             self.busy, self.steady = (0.0,) * len(report.busy_seconds), 0.0
+            self.before, self.steady_steps = self.stages, 0
         self.busy = tuple(map(sum, zip(self.busy, report.busy_seconds, strict=True)))
         self.steady += report.seconds
+        self.steady_steps += 1
         self.ranks = [[one.rank for one in reports] for reports in report.of_ranks]
         if self.predicted.keys() != {str(rank) for ranks in self.ranks for rank in ranks}:
             self.predicted = {str(rank): peaks for rank, peaks in predicted_peaks(report).items()}
@@ -87,7 +93,9 @@ class Totals:
         if not kept:
             return
         some = copy.deepcopy(dict(kept))
-        if "stages" in some:  # of a checkpoint that knows no ranks of a stage
+        if "before" not in some:  # of a checkpoint that knows no steady steps
+            some["busy"] = ()
+        if "stages" in some:  # of one that knows no ranks of a stage
             some |= {"of_ranks": [[one] for one in some.pop("stages")], "predicted": {}}
             some["ranks"] = [[rank] for rank in some["ranks"]]
         if len(some["of_ranks"]) != len(self.of_ranks):
@@ -95,6 +103,11 @@ class Totals:
         vars(self).update(some)
         self.of_ranks = [[_zeros() | total for total in totals] for totals in self.of_ranks]
         self.busy = tuple(self.busy)
+
+    def of_step(self, number: int) -> dict[str, float]:
+        """The sums of a stage in a steady step, on the mean."""
+        now, before = self.stages[number], self.before[number]
+        return {name: (now[name] - before[name]) / self.steady_steps for name in SUMS}
 
     def bubble(self, rank: int) -> float:
         """The share of the steps in which ``rank`` neither computed nor packed."""
@@ -213,7 +226,7 @@ def tier_rows(
     for rank, ours in sorted(of_rank.items()):
         first, *_ = ours.values()
         # A process that runs all ranks has the memory of all.
-        budget = plan.memory and plan.memory * len({plan.owner(number) for number in ours})
+        budget = plan.budget({plan.owner(number) for number in ours})
         for tier in (name for name in NAMES if first[f"{name}_tier"]):
             device, moved, waited = tier == "device", [], []
             for number, total in ours.items() if not device else ():

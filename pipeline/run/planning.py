@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from ...conf.groups import OURS
 from ...conf.schema import MEASURED, PlanConfig, PlanningConfig, TrainConfig
 from ...stages.files import save_json
 from ...stages.memory.disk import DiskOptions, disk_rate
+from ...stages.plan.cluster import Cluster, read_cluster
 from ...stages.plan.plan import Plan
 from ...stages.plan.validation import STREAM
 from ...stages.profiling.dependencies import dependencies
@@ -26,7 +28,7 @@ from ...stages.torch_private import tree_leaves, tree_map
 from ...stages.tracing.capture.call_spec import Example
 from ...stages.tracing.meta_model import has_meta
 from ...stages.tracing.tracer import LayerGraph, trace
-from ...stages.units import is_zero, share_of
+from ...stages.units import is_zero, share_of, show_rate
 from ..data.samples import Samples
 from ..distributed.launcher import threads_per_rank
 from ..optimizer.optimizers import state_per_byte
@@ -34,16 +36,14 @@ from ..optimizer.separability import seems_by_element
 from ..partition.choose import bytes_of_share
 from ..partition.partition import partition
 from ..schedules.instruction import Span
-from ..schedules.simulate import simulate_spans
 from . import build, console, determinism
+from .alternatives import alternatives, described
 from .determinism import place
 from .early import program
 from .losses import CROSS_ENTROPY, OF_MODEL
 from .run_folder import RunFolder
-from .schedule_comparison import SYNCHRONOUS, compare
+from .schedule_comparison import SYNCHRONOUS, Comparison, compare, simulated
 from .timeline import Panel, draw, perfetto_trace
-
-SIMULATED = "simulated: every instruction in the measured median of its stage and kind, no time on the links"
 
 
 def training_batches(config: PlanConfig, samples: Samples) -> Iterator[tuple[Any, Tensor]]:
@@ -117,13 +117,14 @@ def check_batches(config: TrainConfig, plan: Plan, samples: Samples) -> None:
         )
 
 
-def save_step(folder: RunFolder, spans: Sequence[Span], *, title: str) -> None:
-    """Write ``timeline.png`` and ``timeline.json``.
-
-    The upper panel says what the schedule alone makes of the step; what the lower one takes longer was lost
-    on the links, or to instructions that took longer than usual."""
-    simulated = Panel(title=SIMULATED, spans=simulate_spans(spans).spans)
-    draw([simulated, Panel(title="measured", spans=spans)], folder.timeline, title=title)
+def save_step(folder: RunFolder, plan: Plan, spans: Sequence[Span], *, title: str) -> None:
+    """Write ``timeline.png``, the step as the plan predicts it above the measured one, and
+    ``timeline.json``."""
+    link = "no time on the links" if plan.link is None else f"links of {show_rate(plan.link)}"
+    link = link if plan.cluster is None else f"cluster {plan.cluster}"
+    above = f"predicted by the plan: layers as measured before the run, {link}, updates in no time"
+    predicted = dataclasses.replace(simulated(plan)[1], title=above)
+    draw([predicted, Panel(title="measured", spans=spans)], folder.timeline, title=title)
     save_json(folder.trace, perfetto_trace(spans, title=title))
 
 
@@ -138,6 +139,8 @@ def prepare(config: PlanConfig) -> Samples:
 
 def decide(config: PlanConfig, profile: Profile) -> Plan:
     """Return the plan for ``config`` and what was measured of the model."""
+    if config.schedule == AUTO:
+        return _best_schedule(config, profile).chosen.plan
     plan = partition(
         profile,
         schedule=config.schedule,
@@ -201,6 +204,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         **{name: getattr(config, name) for name in same},
         **{name: getattr(replicas, name) for name in ("exact", "sharded", "owner", "idle")},
         "replicas": replicas.count,
+        "cluster": None if config.cluster is None else Cluster.load(config.cluster),
         "shares": replicas.shares if isinstance(replicas.shares, list) else (),
         "optimizer_state": state_per_byte(optimizer) if optimizer else None,
         "by_element": optimizer is not None and seems_by_element(optimizer),
@@ -224,18 +228,30 @@ def _disk_rate(config: PlanConfig) -> float | None:
 
 def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -> Plan:
     """Plan and simulate every schedule for ``config``, show and save them, and return the chosen plan."""
-    config.schedule = SYNCHRONOUS[0]  # until one is chosen
-    options = partition_options(config)
-    if (share := share_of(options["memory"])) is not None:  # one budget for all of them
-        options["memory"] = bytes_of_share(share, functools.partial(partition, profile, **options))
-    found = compare(profile, **options)
-    config.schedule = found.chosen.plan.schedule
+    found = _best_schedule(config, profile)
     console.compared(found)
     save_json(folder.schedules, found.facts())
     job = f"micro_batches={config.micro_batches} stages={found.chosen.plan.num_stages} ranks={config.ranks}"
     title = f"{model_name(config)}, simulated from measured layers: {job}"
     draw(found.panels(), folder.schedules_picture, title=title)
     return found.chosen.plan
+
+
+def _best_schedule(config: PlanConfig, profile: Profile) -> Comparison:
+    """Plan and simulate every schedule, and write the chosen one into ``config``."""
+    config.schedule = SYNCHRONOUS[0]  # until one is chosen
+    options = partition_options(config)
+    if (share := share_of(options["memory"])) is not None:  # one budget for all of them
+        options["memory"] = bytes_of_share(share, functools.partial(partition, profile, **options))
+    found = compare(profile, **options)
+    config.schedule = found.chosen.plan.schedule
+    return found
+
+
+def beside(config: PlanConfig, profile: Profile, plan: Plan) -> list[str]:
+    """Return lines on the best other plans for the job."""
+    file = None if config.cluster is None else read_cluster(config.cluster)
+    return described(*alternatives(plan, profile, partition_options(config), file=file))
 
 
 def model_name(config: PlanConfig) -> str:

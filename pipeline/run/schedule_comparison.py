@@ -69,7 +69,9 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """True if the fullest rank keeps to the memory of the plan."""
-        return self.plan.memory is None or with_margin(max(self.memory)) <= self.plan.memory
+        budgets = (self.plan.budget([rank]) for rank in range(self.plan.num_ranks))
+        pairs = zip(self.memory, budgets, strict=True)
+        return all(budget is None or with_margin(used) <= budget for used, budget in pairs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +151,7 @@ def candidate(
 ) -> Candidate:
     """Simulate the step of a plan, with the bytes that ``profile`` measured and those of an optimizer, as
     ``partition`` is told of it."""
-    if plan.streams:
-        programs, panel = _stream(plan)
-    else:
-        programs = step_programs(plan)
-        panel = Panel(title=plan.schedule, spans=simulate_plan(plan, programs).spans)
+    programs, panel = simulated(plan)
     versions = live_versions(programs, weights=plan.weights, micro_batches=plan.micro_batches)
     layers = {layer.name: layer for layer in profile.layers}
     sizes = [sizes_of([layers[name] for name in stage.layers]) for stage in plan.stages]
@@ -191,10 +189,12 @@ def check_order(plan: Plan) -> None:
         smallest_window(step_programs(plan), num_micro_batches=plan.micro_batches, edges=chain, **ranks)
 
 
-def _stream(plan: Plan) -> tuple[Programs, Panel]:
-    """Program of enough batches for a stream to be full, and a step in its middle.
-
-    One batch more takes a step more, filling and draining left out."""
+def simulated(plan: Plan) -> tuple[Programs, Panel]:
+    """The programs of a plan, and the timeline of its step; of a stream, programs of enough batches for it to
+    be full, and a step in its middle: one batch more takes a step more, filling and draining left out."""
+    if not plan.streams:
+        programs = step_programs(plan)
+        return programs, Panel(title=plan.schedule, spans=simulate_plan(plan, programs).spans)
     options = {"schedule": plan.schedule, "micro_batches": plan.micro_batches}
     longer, shorter = (endless_programs(plan.stages_of_rank, **options, more=more) for more in (2, 1))
     simulation, before = simulate_plan(plan, longer), simulate_plan(plan, shorter)

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 TURNS = {"by price": "what measured costs say", "as planned": "the plan", "raw": "no packing"}
 MOST_FLOWS = 4  # in the closing lines; summary.json has all
 MARGIN, UNCOUNTED = 1.1, 64 << 20  # of a budget; bytes of libraries, threads and frames
+OF_A_STEP = ("compute", "transfer", "waiting")
 KEY = (
     "bubble: share of the steps after the first in which the rank computed nothing",
     "counted: parameters, gradients, optimizer, versions, saved tensors at their most; resident: the process",
+    "plan -> run: of a step after the first, as predicted and as measured; compute is with packing in a run",
 )
 
 
@@ -86,6 +88,33 @@ def tier_table(summary: Mapping[str, Any]) -> Table | None:
     return table((*names, *["slots"] * has_slots), rows)
 
 
+def prediction_table(summary: Mapping[str, Any], *, wide: bool = True) -> Table | None:
+    """One line for each stage: seconds and bytes that the plan predicted -> what was measured; None where
+    nothing was. ``wide``: with the error."""
+    found, rows = summary.get("prediction"), []
+    if not found:
+        return None
+    for stage, terms in zip(summary["stages"], found["stages"], strict=True):
+        row = [str(stage["stage"])]
+        row += [_both(terms[name], show_seconds, wide=wide) for name in OF_A_STEP]
+        rows.append([*row, _both((stage["predicted_bytes"], stage["peak_bytes"]), show_bytes, wide=wide)])
+    names = [f"{name}{' plan -> run' * wide}" for name in (*OF_A_STEP, "counted")]
+    return table(("stage", *names), rows, collapse_padding=True)
+
+
+def _both(pair: Sequence[float | None], show: Callable[[float], str], *, wide: bool) -> str:
+    """Return ``"1.2 s -> 1.3 s (+5%)"``, from twice as much on ``(2x)``; a dash is zero, or not known."""
+    predicted, measured = pair
+    sizes = "->".join(show(size) if size else "-" for size in pair)
+    if not wide:
+        return sizes
+    error = ""
+    if predicted and measured:
+        times = measured / predicted
+        error = f" ({times:.0f}x)" if times >= 2 else f" ({times - 1:+.0%})"
+    return sizes.replace("->", " -> ") + error
+
+
 def _is_worth_a_table(tiers: Iterable[str], *budgets: int | None) -> bool:
     """True if any of the ``tiers`` in use is other than a device, or has a budget."""
     return any(budgets) or any(tier != "device" for tier in tiers)
@@ -102,7 +131,7 @@ def foretell(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None
             return
         ranks = predicted_peaks(report)
         used = (tier for peaks in ranks.values() for tier in peaks if peaks[tier])
-        if _is_worth_a_table(used, plan.memory):
+        if _is_worth_a_table(used, *(plan.budget([rank]) for rank in ranks)):
             for rank, peaks in sorted(ranks.items()):
                 held = ", ".join(f"{tier} {show_bytes(peaks[tier])}" for tier in NAMES if peaks[tier])
                 tell(f"rank {rank} will hold at most, by its first step: {held}")
@@ -116,8 +145,8 @@ def overrun(plan: Plan, tell: Callable[[str], None]) -> Callable[[Report], None]
     known: set[int] = set()
 
     def see(report: Report) -> None:
-        memory = plan.memory or float("inf")
         for one in (one for reports in report.of_ranks for one in reports):
+            memory = plan.budget([one.rank]) or float("inf")
             if one.rank not in known and one.resident_bytes > MARGIN * memory + UNCOUNTED:
                 known.add(one.rank)
                 tell(
@@ -150,6 +179,8 @@ def totals(summary: Mapping[str, Any]) -> list[str]:
         f"{clock(summary['seconds'])}: {_number(summary['samples_per_second'], '.0f')} samples/s, "
         f"ranks={summary['ranks']} threads={summary['threads']}, last loss {_number(summary['loss'], '.4f')}"
     )
+    if off := (summary.get("prediction") or {}).get("off"):
+        lines.append(off)
     lines += _data(summary.get("data", ()))
     if "test_loss" in summary:
         results = [f"test loss {_number(summary['test_loss'], '.4f')}"]

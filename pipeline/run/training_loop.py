@@ -33,7 +33,7 @@ from ..distributed.processes import Stopped
 from ..pipeline import Pipeline
 from ..runtime.evaluation import Means
 from ..runtime.report import Report
-from . import console
+from . import console, prediction
 from .checkpoints import Checkpoints, keeping, write_model
 from .digests import record_digests
 from .logs import JsonLog, Loggers, shares_log
@@ -338,9 +338,10 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             stream += " error_feedback=true" * plan.error_feedback
             job = f"schedule={plan.schedule}{stream} micro_batches={plan.micro_batches}"
             job += f" stages={plan.num_stages} ranks={plan.num_ranks}"
-            save_step(folder, spans, title=f"{model_name(config)}, step {pipe.num_steps - 1}: {job}")
+            save_step(folder, plan, spans, title=f"{model_name(config)}, step {pipe.num_steps - 1}: {job}")
         facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         facts |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
+        facts |= {"prediction": prediction.compare(plan, totals, rates=pipe.policy.rates)}
         facts |= {"resumed_from": resumed, "data": data, "ended_early": judge.ended or None}
         save_json(folder.summary, summarise(totals, plan, sizes=sizes, test=test, **facts))
 

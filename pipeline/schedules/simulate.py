@@ -6,13 +6,12 @@ by a formula: they come out."""
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 
 from ...compression.errors import ScheduleError
 from ...stages.plan.plan import Plan
-from .instruction import Instruction, Op, Programs, Span, bubbles, parse
+from .instruction import Instruction, Op, Programs, Span, bubbles
 from .messages import Message, StepMessages
 
 EXCHANGE_RATE = 1e9  # bytes per second that are copied, or passed on one machine: seen of 44 MB between two
@@ -63,10 +62,8 @@ def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
         return stage.forward_seconds if op is Op.F else stage.backward_seconds / (1 if op is Op.B else 2)
 
     def transfer(message: Message) -> float:
-        if plan.link is None:
-            return 0.0
-        cut = plan.stages[min(message.source, message.target)]
-        return 8 * (cut.bytes_forward if message.op is Op.F else cut.bytes_backward) / plan.link
+        cut, rate = plan.stages[min(message.source, message.target)], plan.rate(*message.ranks)
+        return 8 * (cut.bytes_forward if message.op is Op.F else cut.bytes_backward) / rate if rate else 0.0
 
     several = [[Instruction(s, Op.U) for s in own if plan.replicas[s] > 1] for own in plan.stages_of_rank]
     whole = [[*program, *more] for program, more in zip(programs, several, strict=True)]
@@ -83,22 +80,6 @@ def exchange_seconds(plan: Plan, stage: int) -> float:
     rounds = plan.micro_batches + 1 if plan.exact else 2
     rate = min(EXCHANGE_RATE, plan.link / 8 if plan.link else EXCHANGE_RATE)
     return 2 * size / EXCHANGE_RATE + rounds * size * (replicas - 1) / replicas / rate
-
-
-def simulate_spans(spans: Sequence[Span]) -> Simulation:
-    """Simulate what was measured, in its order: every instruction takes the median of its stage and op,
-    messages no time. What is left of the bubble is the schedule's own."""
-    computed: dict[tuple[int, str], list[float]] = {}
-    programs: list[list[Instruction]] = [[] for _ in range(1 + max((s.rank for s in spans), default=-1))]
-    for span in sorted(spans, key=lambda span: span.start):
-        programs[span.rank].append(parse(span.name))
-        computed.setdefault((span.stage, span.op), []).append(span.computing)
-    medians = {place: statistics.median(seconds) for place, seconds in computed.items()}
-    return simulate(
-        outline(programs),
-        work=lambda instruction: medians[instruction.stage, instruction.op.value],
-        transfer=lambda message: 0.0,
-    )
 
 
 def outline(programs: Programs) -> StepMessages:

@@ -5,7 +5,7 @@ A plan can be printed, drawn, saved, edited and loaded again: a person sees and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ..tracing.capture.signature import Signature
 from ..units import show_bytes, show_count, show_rate, show_seconds, text_table
 from ..weight_versions.policies import WeightPolicy, policy_named
 from . import validation
+from .cluster import Cluster
 from .plan_stage import PlanStage, place_of, shares_of_stage
 
 
@@ -87,6 +88,7 @@ class Plan:
     ``sharded``: each of them updates some parameters for all, and keeps the optimizer's state of these;
     ``owners``: which one updates a parameter: "spread", by bytes, or "first", all of them.
     ``memory`` is a rank's budget in bytes, ``link`` the rate in bits per second; None means unlimited.
+    ``cluster``: ranks that differ, in the place of ``memory`` and ``link``.
     ``asked``: which cuts ``partition`` was asked for; None in a plan that does not know.
     ``signature``: how the model is called, None for by position; ``leaves``: what is one layer, by request or
     need. ``graph``: the LayerGraph that it was made from, in this process only.
@@ -117,6 +119,7 @@ class Plan:
     asked: Asked | None = dataclasses.field(default=None, compare=False)
     signature: Signature | None = dataclasses.field(default=None, compare=False)
     leaves: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    cluster: Cluster | None = None
     graph: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_PROCESS)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -137,6 +140,8 @@ class Plan:
                 f"a plan gives each of its {self.num_stages} stages a rank, and every rank from 0 on a "
                 f"stage, found ranks {list(self.ranks)}"
             )
+        if self.cluster is not None:
+            self.cluster.check(self.num_ranks)
         names = ("schedule", "weights", "micro_batches")
         asked: Any = {name: getattr(self, name) for name in names}
         validation.check_replicas([stage.ranks for stage in self.stages], **asked)
@@ -213,6 +218,17 @@ class Plan:
         pairs = zip(self.stages, found, strict=True)
         stages = tuple(dataclasses.replace(stage, shares=own) for stage, own in pairs)
         return dataclasses.replace(self, stages=stages)
+
+    def budget(self, ranks: Collection[int]) -> int | None:
+        """The most bytes of a process that is these ranks; None: unlimited."""
+        if self.cluster is None:
+            return None if self.memory is None else self.memory * len(ranks)
+        budgets = [self.cluster.memory[rank] for rank in ranks]
+        return None if None in budgets else sum(filter(None, budgets))
+
+    def rate(self, one: int, other: int) -> float | None:
+        """Bits per second between two ranks; None: unlimited."""
+        return self.cluster.links[min(one, other)] if self.cluster else self.link
 
     @property
     def policy(self) -> WeightPolicy:
@@ -322,6 +338,8 @@ def _title(plan: Plan) -> str:
         parts.append(f"shares {[list(own) for own in plan.shares]}")
     if plan.link is not None:
         parts.append(f"link {show_rate(plan.link)}")
+    if plan.cluster is not None:
+        parts.append(f"cluster {plan.cluster}")
     if plan.memory is not None:
         parts.append(f"memory {show_bytes(plan.memory)} a rank")
     shape = (plan.num_stages, "stage"), (plan.num_ranks, "rank")

@@ -155,8 +155,8 @@ class _Timer:
         wanted = [p for layer in layers for p in _parameters_of(layer, parts) if p.requires_grad]
         backward = clock()
         try:  # a half of a backward, as some schedules run, asks for some gradients only
-            if roots:
-                torch.autograd.grad(roots, [self.anchor, *wanted], gradients, allow_unused=True)
+            if roots:  # gradients are added to those of the run before, as in every micro-batch but the first
+                torch.autograd.backward(roots, gradients, inputs=[self.anchor, *wanted])
         except Exception as error:
             if "use_reentrant" not in str(error):
                 raise
@@ -253,6 +253,7 @@ def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5) ->
             seen, far = observe_step(graph, fresh(inputs))
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
+    graph.model_copy.zero_grad()
     owned = owned_parameters(graph)
     parameters = dict(graph.model_copy.named_parameters())
     return Profile(

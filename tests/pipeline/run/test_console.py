@@ -108,12 +108,17 @@ def test_the_table_fits_a_terminal_of_80_columns_and_a_log(columns, gpu):
         stage |= {"compute_seconds": 34567.8, "bubble": 1.0}
         stage |= {"peak_bytes": 99 * 2**29, "resident_bytes": 2**39}
         stage |= {"compute_seconds": 1.0, "device_bytes": 99 * 2**29} if gpu else {}
+    pair = [0.0528, 0.0528]
+    big["prediction"] = {"stages": [dict.fromkeys(tables.OF_A_STEP, pair)] * 2, "off": None}
+    for stage in big["stages"]:
+        stage |= {"predicted_bytes": 73.6 * 2**20, "peak_bytes": 73.6 * 2**20}
     screen = log(columns)
     console.close(big, [], console=screen)
-    table = written(screen)[:3]
+    table = written(screen)[:6]
     assert all(len(line) <= columns for line in table)
     assert not any("…" in line for line in table)
     assert "49.5 GiB" in table[1]
+    assert table[4].count("52.8 ms") == 6
     assert table[0].endswith(" GPU") == gpu
 
 

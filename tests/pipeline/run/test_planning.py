@@ -13,10 +13,13 @@ from profiles import NET, layer_of, profile_of, value_of
 from penstock import ConfigError, Plan, PlanError, partition
 from penstock.conf.schema import MemoryConfig, PlanConfig, ReplicasConfig, TrainConfig
 from penstock.pipeline.run import early
+from penstock.pipeline.run.alternatives import alternatives, described
 from penstock.pipeline.run.logs import shares_log
 from penstock.pipeline.run.schedule_comparison import SYNCHRONOUS, candidate, compare
 from penstock.pipeline.schedules import SCHEDULES
 from penstock.scripts import command
+from penstock.stages.plan.cluster import Cluster
+from penstock.stages.units import show_seconds
 
 
 def even(num_layers, *, forward=10, backward=20, size=400, saved=1000, passing=1000):
@@ -135,6 +138,65 @@ def test_tensors_take_their_time_on_a_slow_link():
     assert rows(found)["1f1b"].seconds == pytest.approx(0.230)
 
 
+OPTIONS: dict[str, Any] = {
+    "stages": None,
+    "cuts": None,
+    "ranks": 2,
+    "micro_batches": 8,
+    "memory": None,
+    "link": None,
+}
+OPTIONS |= {"optimizer_state": 1.0, "by_element": False, "extra_in_flight": 0, "tier": "device"}
+
+
+def test_the_best_other_plans_stand_beside_a_plan_shortest_first_and_none_that_does_not_fit():
+    profile = even(8)
+    plan = partition(profile, **OPTIONS)
+    seconds, found = alternatives(plan, profile, OPTIONS)
+    assert seconds == pytest.approx(candidate(profile, plan).seconds)
+    assert [one.typed for one in found] == ["ranks=4", "ranks=3", "schedule=zbv"]
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    four = partition(profile, **OPTIONS | {"ranks": 4})
+    assert found[0].seconds == pytest.approx(candidate(profile, four).seconds)
+    lines = described(seconds, found)
+    assert (
+        f"  ranks=4: {show_seconds(found[0].seconds)} ({found[0].seconds / seconds - 1:+.0%}), " in lines[1]
+    )
+    # a rank of 1f1b keeps 2 of 8 micro-batches, of gpipe all
+    tight: dict[str, Any] = OPTIONS | {"memory": round(1.06 * max(candidate(profile, plan).memory))}
+    names = [one.typed for one in alternatives(partition(profile, **tight), profile, tight)[1]]
+    assert "schedule=gpipe" not in names
+    assert "ranks=1" not in names
+    assert names
+    by_hand: dict[str, Any] = OPTIONS | {"cuts": ["l3"]}
+    names = [one.typed for one in alternatives(partition(profile, **by_hand), profile, by_hand)[1]]
+    assert not [name for name in names if name.startswith("ranks")]
+
+
+def test_a_cluster_is_tried_in_other_orders_and_without_a_rank_that_holds_it_up():
+    file = {
+        "ranks": ["fast", "slow", "fast"],
+        "devices": {"fast": {}, "slow": {"speed": 0.01}},
+        "links": {"default": "1Gbit"},
+    }
+    options: dict[str, Any] = OPTIONS | {"cluster": Cluster.of(file), "ranks": None}
+    profile = even(4)
+    seconds, found = alternatives(partition(profile, **options), profile, options, file=file)
+    assert found[0].typed == "ranks: [fast, fast]"
+    assert found[0].seconds < seconds / 10
+
+
+def test_schedule_auto_trains_by_the_shortest_and_says_which(capsys):
+    job = f"{SMALL} batch_size=20 micro_batches=4 epochs=1 max_steps=2"
+    trained(f"{job} ranks=1 stages=2 schedule=auto hydra.run.dir=chosen")
+    trained(f"{job} ranks=1 stages=2 hydra.run.dir=plain")
+    assert same_model("chosen", "plain")
+    schedule = json.loads(Path("chosen/plan.json").read_text())["schedule"]
+    assert schedule in SYNCHRONOUS
+    assert f"schedule: {schedule}" in Path("chosen/config.yaml").read_text()
+    assert "schedule=auto compares each" in refusal(f"{job} schedule=auto weights=stashed", capsys)
+
+
 @pytest.mark.parametrize("option", ["prediction=true", "weights=stashed", "error_feedback=true"])
 def test_plan_schedule_all_ignores_no_option(option, capsys):
     assert command.run(["plan", "model=mlp", "schedule=all", option]) == command.REFUSED
@@ -146,6 +208,7 @@ def test_plan_schedule_all_shows_chooses_and_writes(capsys):
     options = f"{job} ranks=2 stages=4 schedule=all hydra.run.dir=run"
     assert command.run(["plan", *options.split()]) == 0
     out = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("beside it:") for line in out)
     (chosen,) = [line.split()[0] for line in out if line.endswith("<- chosen")]
     folder = Path("run")
     assert json.loads((folder / "plan.json").read_text())["schedule"] == chosen

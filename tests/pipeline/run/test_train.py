@@ -158,9 +158,9 @@ def test_versions_of_the_weights_are_asked_for_planned_and_kept_to(capfd):
 def test_the_run_folder_holds_what_is_promised_and_the_timeline_every_instruction(capsys, monkeypatch):
     drawn, save = [], planning.save_step
 
-    def save_step(folder, spans, *, title):
+    def save_step(folder, plan, spans, *, title):
         drawn.append((list(spans), title))
-        save(folder, spans, title=title)
+        save(folder, plan, spans, title=title)
 
     monkeypatch.setattr(training_loop, "save_step", save_step)
     trained(f"{ALONE} hydra.run.dir=run")
@@ -178,6 +178,8 @@ def test_the_run_folder_holds_what_is_promised_and_the_timeline_every_instructio
         assert found[key] == sum(line[key] for line in steps) > 0
     assert (found["samples"], found["steps"], found["loss"]) == (200, 4, steps[-1]["loss"])
     assert sum(stage["parameters"] for stage in found["stages"]) == 65 * 16 + 17 * 12 + 13 * 10
+    told = found["prediction"]
+    assert min(*told["step_seconds"], *(min(stage["compute"]) for stage in told["stages"])) > 0
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == "run/plan.png  run/timeline.png  run/timeline.json"
     ((spans, title),) = drawn

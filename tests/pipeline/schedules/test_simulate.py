@@ -25,7 +25,6 @@ from penstock.pipeline.schedules.simulate import (
     outline,
     simulate,
     simulate_plan,
-    simulate_spans,
     step_seconds,
 )
 from penstock.pipeline.schedules.verify import smallest_window, verify
@@ -142,14 +141,6 @@ def test_half_a_backward_takes_half_its_time():
     programs = [parse_program("0F0 0I0 0W0 0U"), parse_program("1F0 1I0 1W0 1U")]
     seconds = [span.computing for span in simulate_plan(plan, programs).spans]
     assert seconds == pytest.approx([3e-3, 2.5e-3, 2.5e-3, 0, 2e-3, 3e-3, 3e-3, 0])
-
-
-def test_what_was_measured_runs_again_with_medians_and_no_waiting_for_links():
-    slow = on_paper("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2", transfer=3.0)
-    odd = slow.spans[1]._replace(end=slow.spans[1].end + 0.9)  # one slow forward of three
-    again = simulate_spans([odd, *slow.spans[:1], *slow.spans[2:]])
-    free = on_paper("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
-    assert rows(again) == rows(free)
 
 
 def programs_of(schedule, replicas, micro_batches, extra=0):

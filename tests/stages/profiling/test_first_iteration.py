@@ -35,6 +35,17 @@ def profiled(model, x):
     return measured(model, x)[1]
 
 
+def test_a_backward_is_timed_as_it_adds_to_gradients_that_are_there():
+    graph = trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), (torch.randn(4, 8),))
+    added = []
+    for parameter in graph.model_copy.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: added.append(p.grad is not None))
+    penstock.measure(graph, (torch.randn(4, 8),), repeats=2)
+    assert len(added) == 4 * 3  # the first run makes them
+    assert all(added)
+    assert all(parameter.grad is None for parameter in graph.model_copy.parameters())
+
+
 @pytest.fixture(scope="module")
 def profile():
     torch.manual_seed(0)

@@ -1,0 +1,92 @@
+"""Other ways to run a job beside a plan, simulated from the same measurements: what each would cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ...compression.errors import PenstockError
+from ...stages.plan.cluster import Cluster, orders
+from ...stages.plan.plan import Plan
+from ...stages.profiling.network_profile import Profile
+from ...stages.units import share_of, show_bytes, show_seconds
+from ..partition.partition import partition
+from .schedule_comparison import SYNCHRONOUS, Candidate, candidate
+
+SHOWN = 3
+KNOWN = ("optimizer_state", "by_element")
+
+
+class Alternative(NamedTuple):
+    """A simulated step with other options: what to type, its seconds, the most bytes of a rank."""
+
+    typed: str
+    seconds: float
+    memory: int
+
+
+def alternatives(
+    plan: Plan, profile: Profile, options: Mapping[str, Any], *, file: Mapping[str, Any] | None = None
+) -> tuple[float, list[Alternative]]:
+    """Return the seconds of a step of ``plan``, and the best other plans that fit, the shortest step first.
+
+    Args:   options: those ``partition`` made it with, but for the schedule; file: what the YAML file of its
+        cluster holds, whose devices may stand in another order."""
+    if plan.streams or share_of(options["memory"]) is not None:
+        return 0.0, []
+    known = {name: options[name] for name in KNOWN}
+    ours, found = candidate(profile, plan, **known), list[Alternative]()
+    for typed, changed in _changes(plan, options, file):
+        try:
+            other = candidate(profile, _planned(profile, plan, options, changed), **known)
+        except PenstockError:
+            continue  # it does not suit the model, or does not fit
+        if other.fits and _differs(other, ours):
+            found.append(Alternative(typed, other.seconds, max(other.memory)))
+    return ours.seconds, sorted(found, key=lambda one: (round(one.seconds, 9), one.memory))[:SHOWN]
+
+
+def _planned(profile: Profile, plan: Plan, options: Mapping[str, Any], changed: Mapping[str, Any]) -> Plan:
+
+    asked = {**options, "schedule": plan.schedule, "program": plan.program, "weights": plan.weights}
+    return partition(profile, **{**asked, **changed})
+
+
+def _differs(other: Candidate, ours: Candidate) -> bool:
+    return dataclasses.replace(other.plan, asked=None) != dataclasses.replace(ours.plan, asked=None)
+
+
+def _changes(
+    plan: Plan, options: Mapping[str, Any], file: Mapping[str, Any] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Options to type, and changes: other schedules, one rank less, one more, twice as many, other orders."""
+    if not plan.program:
+        yield from ((f"schedule={name}", {"schedule": name}) for name in SYNCHRONOUS if name != plan.schedule)
+    if file is not None:
+        yield from ((f"ranks: [{', '.join(one.names)}]", {"cluster": one}) for one in orders(file))
+        yield from _fewer(file)
+    elif max(plan.replicas) == 1 and not (plan.program or options["cuts"] or options["stages"]):
+        numbers = dict.fromkeys((plan.num_ranks - 1, plan.num_ranks + 1, 2 * plan.num_ranks))
+        yield from ((f"ranks={number}", {"ranks": number}) for number in numbers if number)
+
+
+def _fewer(file: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same cluster without one of its ranks, as far as the links are known."""
+    given = list(file["ranks"])
+    for out in range(len(given)):
+        names = given[:out] + given[out + 1 :]
+        if names:
+            yield f"ranks: [{', '.join(map(str, names))}]", {"cluster": Cluster.of({**file, "ranks": names})}
+
+
+def described(seconds: float, others: list[Alternative]) -> list[str]:
+    """Return lines for people."""
+    lines = [f"a step takes {show_seconds(seconds)}, simulated from measured layers; beside it:"] * bool(
+        others
+    )
+    return lines + [
+        f"  {one.typed}: {show_seconds(one.seconds)} ({one.seconds / seconds - 1:+.0%}), "
+        f"{show_bytes(one.memory)} on the fullest rank"
+        for one in others
+    ]

@@ -1,0 +1,97 @@
+"""The plan's prediction of a step beside what a run measured, and which term was off where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...stages.units import show_seconds
+from .schedule_comparison import simulated
+
+if TYPE_CHECKING:
+    from ...stages.plan.plan import Plan
+    from .metrics import Totals
+
+OFF = 0.15  # a step that differs by more is explained
+LEAST = 3  # steps on whose mean anything can be said
+SHARE = 0.5  # of the difference, which a term must have to explain it
+
+Rates = Mapping[tuple[int, int], float]
+
+
+def compare(plan: Plan, totals: Totals, *, rates: Rates | None) -> dict[str, Any] | None:
+    """Return a step as the plan predicts it and as the steps after the first were on the mean.
+
+    Args:   rates: measured bytes per second from rank to rank; None: not measured.
+    Returns: ``step_seconds``, and of every stage the seconds of a rank: ``compute`` (of micro-batches, with
+        packing where it is measured), ``transfer`` (its frames on their links), ``waiting`` (for frames), as
+        ``[predicted, measured]``, the latter None where nobody knows; ``off``: why the step differs, None
+        where it does not, or where the steps are few. None for a run without steps."""
+    if not totals.steady_steps:
+        return None
+    panel = simulated(plan)[1]
+    stages, updates = [], []
+    for number, (stage, ranks) in enumerate(zip(plan.stages, totals.ranks, strict=True)):
+        one, several = totals.of_step(number), len(ranks)
+        spans = [
+            s
+            for s in panel.spans
+            if s.stage == number and panel.begin <= s.start < panel.begin + panel.seconds
+        ]
+        computing = plan.micro_batches * (stage.forward_seconds + stage.backward_seconds)
+        waiting = sum(span.waiting for span in spans)
+        terms = {
+            "compute": (computing, one["worked_seconds"]),
+            "transfer": _transfer(plan, number, one, rates),
+            "waiting": (waiting, one["waiting_seconds"]),
+        }
+        stages.append({name: [_of(value, several) for value in term] for name, term in terms.items()})
+        updates.append((one["compute_seconds"] - one["worked_seconds"]) / several)
+    step = [panel.seconds, totals.steady / totals.steady_steps]
+    off = _off(step, stages, updates) if totals.steady_steps >= LEAST else None
+    return {"step_seconds": step, "stages": stages, "off": off}
+
+
+def _of(value: float | None, ranks: int) -> float | None:
+    return None if value is None else value / ranks
+
+
+def _transfer(
+    plan: Plan, number: int, one: Mapping[str, float], rates: Rates | None
+) -> tuple[float, float | None]:
+    """Seconds on the links of what a stage sends: tensors at the plan's rate, frames at measured ones."""
+    planned, measured, rank = 0.0, 0.0, plan.owner(number)
+    stage, before = plan.stages[number], plan.stages[number - 1] if number else None
+    ways = [("forward", number + 1, stage.bytes_forward)]
+    ways += [] if before is None else [("backward", number - 1, before.bytes_backward)]
+    for way, other, size in ways:
+        if other == plan.num_stages or plan.owner(other) == rank:
+            continue
+        link = plan.rate(rank, plan.owner(other))
+        planned += 8 * plan.micro_batches * size / link if link else 0.0
+        rate = (rates or {}).get((rank, plan.owner(other)))
+        measured += one[f"bytes_sent_{way}"] / rate if rate else 0.0
+    return planned, measured if rates else None
+
+
+def _off(step: list[float], stages: list[dict[str, Any]], updates: list[float]) -> str | None:
+    """Say by how much a step differs, and the first term that has most of the difference: what a stage
+    computes, updates; else the ranks wait for each other."""
+    predicted, measured = step
+    more = measured - predicted
+    if not predicted or abs(more) <= OFF * predicted:
+        return None
+    sentence = (
+        f"a step took {show_seconds(measured)}, {abs(more) / predicted:.0%} {'more' if more > 0 else 'less'} "
+        f"than the plan predicts ({show_seconds(predicted)})"
+    )
+    differences = [(one["compute"][1] - one["compute"][0]) / more for one in stages]
+    if max(differences) >= SHARE:
+        number = differences.index(max(differences))
+        planned, found = map(show_seconds, stages[number]["compute"])
+        return f"{sentence}: stage {number} computed and packed for {found} instead of {planned}"
+    if max(updates) >= SHARE * more > 0:
+        return f"{sentence}: updates took {show_seconds(max(updates))}, which a plan leaves out"
+    waits = [sum(one["waiting"][kind] for one in stages) for kind in (0, 1)]
+    planned, found = map(show_seconds, waits)
+    return f"{sentence}: stages waited {found} for frames instead of {planned}"
