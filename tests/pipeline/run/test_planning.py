@@ -156,7 +156,8 @@ def test_the_best_other_plans_stand_beside_a_plan_shortest_first_and_none_that_d
     assert seconds == pytest.approx(candidate(profile, plan).seconds)
     assert [one.typed for one in found] == ["ranks=4", "ranks=3", "schedule=zbv"]
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    four = partition(profile, **OPTIONS | {"ranks": 4})
+    more: dict[str, Any] = OPTIONS | {"ranks": 4}
+    four = partition(profile, **more)
     assert found[0].seconds == pytest.approx(candidate(profile, four).seconds)
     lines = described(seconds, found)
     assert (
