@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from ...compression.errors import PlanError
 from ..units import parse_bytes, parse_rate, show_bytes, show_rate
 
-MOST_ORDERS = 256
+MOST_ORDERS = 24
 _OF_FILE = ("ranks", "devices", "links")
 _OF_DEVICE = ("speed", "memory")
 
@@ -101,9 +102,11 @@ def read_cluster(path: str | Path) -> Any:
 
 
 def orders(data: Mapping[str, Any]) -> Iterator[Cluster]:
-    """Every other order of the ranks of a file that is read already, ``MOST_ORDERS`` at most."""
-    given = list(data["ranks"])
-    for ranks in itertools.islice(_arrangements(Counter(given)), MOST_ORDERS):
+    """Other orders of the ranks of a file that is read already: every one of up to ``MOST_ORDERS``, else
+    those in which two ranks have changed places."""
+    given, counts = list(data["ranks"]), Counter(data["ranks"])
+    number = math.factorial(len(given)) // math.prod(map(math.factorial, counts.values()))
+    for ranks in _arrangements(counts) if number <= MOST_ORDERS else _swapped(given):
         if ranks != given:
             yield Cluster.of({**data, "ranks": ranks})
 
@@ -115,6 +118,13 @@ def _arrangements(counts: Counter[Any]) -> Iterator[list[Any]]:
     for name in left:
         for rest in _arrangements(counts - Counter([name])):
             yield [name, *rest]
+
+
+def _swapped(given: Sequence[Any]) -> Iterator[list[Any]]:
+    for one, other in itertools.combinations(range(len(given)), 2):
+        ranks = list(given)
+        ranks[one], ranks[other] = given[other], given[one]
+        yield ranks
 
 
 def _fields(data: Any, names: Sequence[str], where: str) -> dict[str, Any]:

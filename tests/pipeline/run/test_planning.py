@@ -146,7 +146,7 @@ OPTIONS: dict[str, Any] = {
     "memory": None,
     "link": None,
 }
-OPTIONS |= {"optimizer_state": 1.0, "by_element": False, "extra_in_flight": 0, "tier": "device"}
+OPTIONS |= {"optimizer_state": 1.0, "by_element": False, "extra_in_flight": 0, "recompute": False}
 
 
 def test_the_best_other_plans_stand_beside_a_plan_shortest_first_and_none_that_does_not_fit():
