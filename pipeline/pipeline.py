@@ -40,7 +40,7 @@ from ..stages.tracing.tracer import LayerGraph, trace
 from .distributed.gpu_transport import identity_of, transport_of
 from .distributed.launcher import check_joined, init
 from .distributed.process_group import World
-from .optimizer.optimizers import Named, state_per_byte
+from .optimizer.optimizers import Named, state_per_byte, update_seconds
 from .optimizer.scale import Scaler
 from .optimizer.separability import check_separable, seems_by_element
 from .optimizer.update import Update
@@ -201,8 +201,8 @@ class Pipeline:
             leaves: what is one layer each, as ``trace`` takes it.
             settings: of ``partition`` (``stages``, ``cuts``, ``micro_batches``, ``codec`` ...), of Pipeline.
                 ``memory`` may be the budget of the one ("2GiB") or the options of the other, ``shares`` the
-                list of the one or "measured". ``optimizer_state`` and ``by_element`` follow ``optimizer``,
-                ``ranks`` those that there are.
+                list of the one or "measured". ``optimizer_state``, ``update_seconds`` and
+                ``by_element`` follow ``optimizer``, ``ranks`` those that there are.
 
         Raises:
             PenstockError: One of the four calls refuses, here or on another rank.
@@ -226,6 +226,7 @@ class Pipeline:
                 if plans:
                     wishes.setdefault("optimizer_state", state_per_byte(optimizer))
                     wishes.setdefault("by_element", seems_by_element(optimizer))
+                    wishes.setdefault("update_seconds", update_seconds(optimizer))
                     if not ranks.is_alone:
                         wishes.setdefault("ranks", ranks.size)
                     plan = partition(measure(graph, example), **wishes)

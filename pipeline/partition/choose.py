@@ -159,4 +159,4 @@ def _stage_seconds(stage: PlanStage, rates: dict[str, float], micro_batches: int
         else:
             forward, backward = forward + one, backward + 3 * one
         backward += 6 * one / micro_batches
-    return forward + backward
+    return forward + backward + stage.update_seconds / micro_batches

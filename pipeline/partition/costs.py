@@ -34,7 +34,8 @@ class Costs:
     ``budget`` the bytes that a rank may use; ``recompute``: what runs again for a backward;
     ``prefetches``: parameters in a tier come ahead of the layer that reads them; ``cluster``: ranks that
     differ, in the place of ``rate`` and ``budget``, which then is the largest of theirs;
-    ``replicas``: ranks that share the micro-batches of each stage, empty: one each."""
+    ``replicas``: ranks that share the micro-batches of each stage, empty: one each; ``updates``: seconds of
+    an update for each byte of parameters, which a rank takes once in so many micro-batches (``each``)."""
 
     def __init__(
         self,
@@ -47,7 +48,10 @@ class Costs:
         prefetches: bool = True,
         replicas: Sequence[int] = (),
         cluster: Cluster | None = None,
+        updates: float = 0.0,
+        each: int = 1,
     ) -> None:
+        self.updates = updates
         self.speeds = cluster.speeds if cluster else ()
         self.budgets: Sequence[int | None] = cluster.memory if cluster else ()
         budget = max((one for one in self.budgets if one is not None), default=budget)
@@ -60,8 +64,10 @@ class Costs:
             layer.backward_seconds + (part is not None) * layer.forward_seconds
             for layer, part in zip(layers, self.parts, strict=True)
         ]
+        update = updates / each
         pairs = zip(layers, self.backwards, strict=True)
-        self.times = _sums(round((layer.forward_seconds + back) * PICOSECONDS) for layer, back in pairs)
+        seconds = (x.forward_seconds + back + update * x.parameter_bytes for x, back in pairs)
+        self.times = _sums(round(one * PICOSECONDS) for one in seconds)
         self.forward_bytes = _over_cuts(len(layers), profile.values)
         sizes = [sizes_of([layer]) for layer in layers]
         self.largest = Largest([size.pop("largest") for size in sizes])
@@ -258,6 +264,7 @@ class Costs:
             num_parameters=sum(layer.num_parameters for layer in layers),
             forward_seconds=sum(layer.forward_seconds for layer in layers) / speed,
             backward_seconds=sum(self.backwards[start:end]) / speed,
+            update_seconds=self.updates * sum(layer.parameter_bytes for layer in layers) / speed,
             memory_bytes=self.memory(start, end, rank, staying=staying),
             frame_bytes=frames,
             staying_bytes=staying,

@@ -17,12 +17,12 @@ from itertools import pairwise
 from typing import Any
 
 from ...compression.errors import PlanError
-from ...compression.names import AUTO
+from ...compression.names import AUTO, HOST
 from ...stages.plan.cluster import Cluster
 from ...stages.plan.memory_model import Copies, copies, exchanges
 from ...stages.plan.plan import Asked, Plan
 from ...stages.plan.plan_stage import counts_of, split_shares
-from ...stages.plan.validation import check_replicas, check_statistics, streams
+from ...stages.plan.validation import STREAM, check_replicas, check_statistics, streams
 from ...stages.profiling.network_profile import Profile
 from ...stages.tracing.layers import part_of
 from ...stages.units import parse_bytes, parse_rate, show_bytes
@@ -143,6 +143,7 @@ def partition(
     shares: Sequence[int] = (),
     idle: bool = False,
     disk_rate: float | None = None,
+    update_seconds: float | None = None,
 ) -> Plan:
     """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
 
@@ -183,6 +184,7 @@ def partition(
         shares: by weight, how much of its stage each rank takes ([3, 1]: three micro-batches of four).
         idle: of "auto": ranks that would not shorten the simulated step are left out.
         disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
+        update_seconds: of an update, for each byte of parameters; None: updates take no time.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
         ScheduleError: the schedule is not known, or does not suit the counts. CodecError: no such codec."""
@@ -278,6 +280,8 @@ def partition(
         prefetches=prefetches is not False,
         replicas=several,
         cluster=cluster,
+        updates=(update_seconds or 0.0) * (profile.device == HOST),  # where it was measured
+        each=1 if schedule == STREAM else micro_batches,
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]

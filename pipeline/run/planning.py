@@ -31,7 +31,7 @@ from ...stages.tracing.tracer import LayerGraph, trace
 from ...stages.units import is_zero, share_of, show_rate
 from ..data.samples import Samples
 from ..distributed.launcher import threads_per_rank
-from ..optimizer.optimizers import state_per_byte
+from ..optimizer.optimizers import state_per_byte, update_seconds
 from ..optimizer.separability import seems_by_element
 from ..partition.choose import bytes_of_share
 from ..partition.partition import partition
@@ -122,7 +122,7 @@ def save_step(folder: RunFolder, plan: Plan, spans: Sequence[Span], *, title: st
     ``timeline.json``."""
     link = "no time on the links" if plan.link is None else f"links of {show_rate(plan.link)}"
     link = link if plan.cluster is None else f"cluster {plan.cluster}"
-    above = f"predicted by the plan: layers as measured before the run, {link}, updates in no time"
+    above = f"predicted by the plan: layers and optimizer as measured before the run, {link}"
     predicted = dataclasses.replace(simulated(plan)[1], title=above)
     draw([predicted, Panel(title="measured", spans=spans)], folder.timeline, title=title)
     save_json(folder.trace, perfetto_trace(spans, title=title))
@@ -208,6 +208,7 @@ def partition_options(config: PlanConfig) -> dict[str, Any]:
         "shares": replicas.shares if isinstance(replicas.shares, list) else (),
         "optimizer_state": state_per_byte(optimizer) if optimizer else None,
         "by_element": optimizer is not None and seems_by_element(optimizer),
+        "update_seconds": update_seconds(optimizer) if optimizer else None,
         "memory": memory.device,
         "tier": memory.tier,
         "weights_tier": memory.weights,

@@ -46,7 +46,8 @@ def compare(plan: Plan, totals: Totals, *, rates: Rates | None) -> dict[str, Any
             "waiting": (waiting, one["waiting_seconds"]),
         }
         stages.append({name: [_of(value, several) for value in term] for name, term in terms.items()})
-        updates.append((one["compute_seconds"] - one["worked_seconds"]) / several)
+        update = (one["compute_seconds"] - one["worked_seconds"]) / several
+        updates.append((stage.update_seconds, update))
     step = [panel.seconds, totals.steady / totals.steady_steps]
     off = _off(step, stages, updates) if totals.steady_steps >= LEAST else None
     return {"step_seconds": step, "stages": stages, "off": off}
@@ -74,7 +75,7 @@ def _transfer(
     return planned, measured if rates else None
 
 
-def _off(step: list[float], stages: list[dict[str, Any]], updates: list[float]) -> str | None:
+def _off(step: list[float], stages: list[dict[str, Any]], updates: list[tuple[float, float]]) -> str | None:
     """Say by how much a step differs, and the first term that has most of the difference: what a stage
     computes, updates; else the ranks wait for each other."""
     predicted, measured = step
@@ -90,8 +91,9 @@ def _off(step: list[float], stages: list[dict[str, Any]], updates: list[float]) 
         number = differences.index(max(differences))
         planned, found = map(show_seconds, stages[number]["compute"])
         return f"{sentence}: stage {number} computed and packed for {found} instead of {planned}"
-    if max(updates) >= SHARE * more > 0:
-        return f"{sentence}: updates took {show_seconds(max(updates))}, which a plan leaves out"
+    planned, found = max(updates, key=lambda one: (one[1] - one[0]) / more)
+    if (found - planned) / more >= SHARE:
+        return f"{sentence}: an update took {show_seconds(found)} instead of {show_seconds(planned)}"
     waits = [sum(one["waiting"][kind] for one in stages) for kind in (0, 1)]
     planned, found = map(show_seconds, waits)
     return f"{sentence}: stages waited {found} for frames instead of {planned}"

@@ -25,7 +25,7 @@ OF_A_STEP = ("compute", "transfer", "waiting")
 KEY = (
     "bubble: share of the steps after the first in which the rank computed nothing",
     "counted: parameters, gradients, optimizer, versions, saved tensors at their most; resident: the process",
-    "plan -> run: of a step after the first, as predicted and as measured; compute is with packing in a run",
+    "plan -> run: of a step after the first, as planned and as measured; compute is with packing in a run",
 )
 
 

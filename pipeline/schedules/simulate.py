@@ -52,22 +52,25 @@ def step_seconds(traffic: StepMessages, *, work: Work, transfer: Transfer) -> fl
 
 
 def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
-    """Simulate what a plan predicts: tensors pass its link as they are, updates take no time but the exchange
-    of gradients that replicas begin with. I and W take half of a backward each."""
+    """Simulate what a plan predicts: tensors pass its link as they are, an update begins with the exchange of
+    gradients between replicas. I and W take half of a backward each."""
 
     def seconds(instruction: Instruction) -> float:
         stage, op = plan.stages[instruction.stage], instruction.op
         if op is Op.U:
-            return exchange_seconds(plan, instruction.stage)
+            shared = plan.replicas[instruction.stage] if plan.sharded and plan.owners == "spread" else 1
+            return exchange_seconds(plan, instruction.stage) + stage.update_seconds / shared
         return stage.forward_seconds if op is Op.F else stage.backward_seconds / (1 if op is Op.B else 2)
 
     def transfer(message: Message) -> float:
         cut, rate = plan.stages[min(message.source, message.target)], plan.rate(*message.ranks)
         return 8 * (cut.bytes_forward if message.op is Op.F else cut.bytes_backward) / rate if rate else 0.0
 
-    several = [[Instruction(s, Op.U) for s in own if plan.replicas[s] > 1] for own in plan.stages_of_rank]
-    whole = [[*program, *more] for program, more in zip(programs, several, strict=True)]
-    return simulate(outline(whole), work=seconds, transfer=transfer)
+    if all(instruction.op is not Op.U for program in programs for instruction in program):
+        takes = [n > 1 or s.update_seconds > 0 for n, s in zip(plan.replicas, plan.stages, strict=True)]
+        updates = [[Instruction(s, Op.U) for s in own if takes[s]] for own in plan.stages_of_rank]
+        programs = [[*program, *more] for program, more in zip(programs, updates, strict=True)]
+    return simulate(outline(programs), work=seconds, transfer=transfer)
 
 
 def exchange_seconds(plan: Plan, stage: int) -> float:

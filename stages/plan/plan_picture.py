@@ -2,6 +2,7 @@
 
 A person judges a cut by balance and by the bytes on its links; both are seen here before anything runs."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ def figure(stages: Sequence[PlanStage], *, title: str) -> "Figure":
     """Stages from left to right as blocks, the bytes over each cut between them, their seconds below."""
     from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
 
-    made = Figure(figsize=(max(6.5, 1.1 + 2.35 * len(stages)), 5.2), layout="constrained")
+    width = max(6.5, 1.1 + 2.35 * len(stages))
+    made = Figure(figsize=(width, 5.2), layout="constrained")
     blocks, bars = made.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     several = any(len(stage.ranks) > 1 for stage in stages)  # then every stage has ranks of its own
     for number, stage in enumerate(stages):
@@ -39,7 +41,7 @@ def figure(stages: Sequence[PlanStage], *, title: str) -> "Figure":
     blocks.set_ylim(0, 1)
     blocks.axis("off")
     _draw_seconds(bars, stages)
-    made.suptitle(title, fontsize=11, fontweight="bold")
+    made.suptitle(textwrap.fill(title, int(11 * width)), fontsize=11, fontweight="bold")
     return made
 
 

@@ -95,6 +95,7 @@ class PlanStage:
     ``saved_bytes`` then ``kept_bytes`` stay, and ``near_bytes`` are the most of a part. ``codecs``: by name
     of a value that the stage sends, its codec, or that under "auto" it begins with; ``gradient_codecs``:
     those of gradients that it sends up, by name of their values. What has no codec here has that of the plan.
+    ``update_seconds``: of one update of its parameters.
     Raises:  PlanError: a decision that nothing can run."""
 
     layers: tuple[str, ...]
@@ -120,6 +121,7 @@ class PlanStage:
     shares: tuple[int, ...] = ()
     codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     gradient_codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    update_seconds: float = 0.0
 
     @property
     def held_bytes(self) -> int:

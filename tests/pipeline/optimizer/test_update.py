@@ -16,7 +16,7 @@ import penstock
 from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.optimizer import clip
 from penstock.pipeline.optimizer.error_feedback import PREVIOUS
-from penstock.pipeline.optimizer.optimizers import state_per_byte
+from penstock.pipeline.optimizer.optimizers import state_per_byte, update_seconds
 from penstock.pipeline.optimizer.scale import _unscale
 from penstock.pipeline.optimizer.update import Update, _own
 from penstock.pipeline.runtime.meter import state_bytes
@@ -224,6 +224,17 @@ def test_what_is_kept_for_each_byte_is_what_a_run_keeps(make, expected):
 def test_an_optimizer_that_takes_only_its_own_parameters_tells_nothing():
     assert state_per_byte(lambda named: SGD([dict(named)["encoder.bias"]], lr=0.1)) is None
     assert state_per_byte(lambda named: torch.optim.LBFGS([p for _, p in named])) is None
+
+
+def test_an_optimizer_shows_what_an_update_takes():
+    plain, adam = (
+        update_seconds(lambda named, k=kind: k([p for _, p in named], lr=0.1), num_bytes=8 << 20)
+        for kind in (SGD, torch.optim.Adam)
+    )
+    assert plain
+    assert adam
+    assert plain < adam < 1e-6  # three passes over memory, and about twelve
+    assert update_seconds(lambda named: torch.optim.LBFGS([p for _, p in named])) is None
 
 
 class Noisy(SGD):

@@ -65,7 +65,7 @@ OFF = [
         {"seconds": STEP / 2, "worked": (0.001, 0.006)},
         "50% less than the plan predicts (11 ms): stage 0 computed and packed for 1 ms instead of 6 ms",
     ),
-    ({"seconds": 2 * STEP, "computed": (0.015, 0.006)}, "updates took 9 ms, which a plan leaves out"),
+    ({"seconds": 2 * STEP, "computed": (0.015, 0.006)}, "an update took 9 ms instead of 0 us"),
     ({"seconds": 2 * STEP, "waited": (0.02, 0.01)}, "stages waited 30 ms for frames instead of"),
 ]
 

@@ -19,6 +19,7 @@ from penstock.pipeline.schedules.replicated import (
     live_versions,
     most_held,
     replicated,
+    step_programs,
     without,
 )
 from penstock.pipeline.schedules.simulate import (
@@ -134,6 +135,22 @@ def test_a_plan_is_simulated_with_its_own_seconds_and_link():
     assert [span.end for span in made.spans] == pytest.approx([3e-3, 18e-3, 6e-3, 12e-3])
     free = simulate_plan(dataclasses.replace(plan, link=None), programs)
     assert free.seconds == pytest.approx(16e-3)
+
+
+def test_an_update_takes_its_seconds_at_the_end_and_weighs_on_the_cut():
+    layers = [
+        layer_of(name, forward=4, backward=8, size=size)
+        for name, size in zip("abcd", (4, 4, 4, 4000), strict=True)
+    ]
+    profile = profile_of(layers)
+    even = partition(profile, stages=2, micro_batches=2)
+    assert [len(stage.layers) for stage in even.stages] == [2, 2]
+    slow = partition(profile, stages=2, micro_batches=2, update_seconds=8e-6)  # 32 ms for d: 16 a micro-batch
+    assert [len(stage.layers) for stage in slow.stages] == [3, 1]
+    assert [stage.update_seconds for stage in slow.stages] == pytest.approx([96e-6, 32e-3])
+    made = simulate_plan(slow, step_programs(slow))
+    last = [span for span in made.spans if span.stage == 1][-1]
+    assert (last.op, last.computing) == ("U", pytest.approx(32e-3))
 
 
 def test_half_a_backward_takes_half_its_time():
