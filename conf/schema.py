@@ -489,9 +489,11 @@ class PlanningConfig(PlanConfig):
 
     Attributes:
         graph: draw which layer depends on which data, to graph.png, and write it to graph.json
+        profile: profile.json of an earlier plan: nothing is measured, model and data are not needed
     """
 
     graph: bool = False
+    profile: str | None = None
     memory: PlanningMemoryConfig = field(  # pyright: ignore[reportIncompatibleVariableOverride] more of it
         default_factory=PlanningMemoryConfig
     )

@@ -30,21 +30,34 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
     from ..pipeline.run import console  # what brings torch, which a refusal does not wait for
     from ..pipeline.run.bounded import recorded_without_memory
     from ..pipeline.run.early import ALL
-    from ..pipeline.run.planning import beside, compare_schedules, decide, prepare, record, views
+    from ..pipeline.run.planning import (
+        beside,
+        compare_schedules,
+        decide,
+        prepare,
+        read_profile,
+        record,
+        views,
+    )
     from ..pipeline.run.schedule_comparison import check_order
 
-    samples = prepare(config)
-    for note in samples.notes:
-        console.warn(note)
-    with console.planning():
-        found = recorded_without_memory(config, samples) or record(config, samples)
-        profile = found.measure()
+    if config.profile is not None:
+        graph, profile = None, read_profile(config)
+    else:
+        samples = prepare(config)
+        for note in samples.notes:
+            console.warn(note)
+        with console.planning():
+            found = recorded_without_memory(config, samples) or record(config, samples)
+            graph, profile = found.graph, found.measure()
     everything = config.schedule == ALL
     plan = compare_schedules(config, profile, folder) if everything else decide(config, profile)
     check_order(plan)
     folder.begin(console.warn)
     folder.save(config, plan)
-    lines, shown = views(config, found.graph, profile, plan, folder)
+    if config.profile is None:
+        profile.save(folder.profile)
+    lines, shown = views(config, graph, profile, plan, folder)
     lines += beside(config, profile, plan)
     files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else []), *shown]
     print(plan, *lines, *map(console.short, files), sep="\n")

@@ -35,6 +35,7 @@ from ..optimizer.optimizers import state_per_byte, update_seconds
 from ..optimizer.separability import seems_by_element
 from ..partition.choose import bytes_of_share
 from ..partition.partition import partition
+from ..runtime.report import counted
 from ..schedules.instruction import Span
 from . import build, console, determinism
 from .alternatives import alternatives, described
@@ -195,6 +196,25 @@ def record(
     return Recorded(model, graph, example)
 
 
+def read_profile(config: PlanningConfig) -> Profile:
+    """Return the profile that ``profile=`` names, in proportion where micro-batches have other samples."""
+    profile, option = Profile.load(str(config.profile)), f"profile={config.profile}"
+    device = place(config).torch.type
+    if profile.device != device or (config.threads or profile.threads) != profile.threads:
+        raise PlanError(
+            f"{option} was measured on {profile.device} with threads={profile.threads}, found "
+            f"device={device} threads={config.threads}; take these, or measure again"
+        )
+    config.threads, samples = profile.threads, -(-config.batch_size // config.micro_batches)
+    if samples == profile.num_samples:
+        return profile
+    console.warn(
+        f"{option} is of micro-batches of {counted(profile.num_samples, 'sample')}: seconds and bytes are "
+        f"taken in proportion for those of {samples}"
+    )
+    return profile.of_samples(samples)
+
+
 def partition_options(config: PlanConfig) -> dict[str, Any]:
     """Return what ``partition`` is asked for beside the schedule and its weights."""
     memory, replicas = config.memory, config.replicas
@@ -261,7 +281,7 @@ def model_name(config: PlanConfig) -> str:
 
 
 def views(
-    config: PlanningConfig, graph: LayerGraph, profile: Profile, plan: Plan, folder: RunFolder
+    config: PlanningConfig, graph: LayerGraph | None, profile: Profile, plan: Plan, folder: RunFolder
 ) -> tuple[list[str], list[Path]]:
     """Write what ``config`` asks for into ``folder``; return lines to print, and the files."""
     stages = [number for number, stage in enumerate(plan.stages) for _ in stage.layers]
@@ -272,6 +292,10 @@ def views(
     if config.replicas.shares == MEASURED:
         lines.append("replicas.shares=measured: training begins with these and follows the speed of ranks")
     if config.graph:
+        if graph is None:
+            raise ConfigError(
+                f"graph=true looks at the model, and profile={config.profile} goes without; drop either"
+            )
         from ...stages.profiling import graph_picture
 
         found = dependencies(graph, profile, optimizer_state=state, old_versions=versions)

@@ -54,6 +54,7 @@ class RunFolder:
     config = _File("config.yaml")  # the resolved configuration
     plan = _File("plan.json")  # the plan that ran
     plan_picture = _File("plan.png")  # the plan, drawn
+    profile = _File("profile.json")  # what was measured of each layer and value, by ``penstock plan``
     graph = _File("graph.json")  # which layer depends on which data; ``graph_picture`` shows it
     graph_picture = _File("graph.png")  # the same, drawn
     memory_table = _File("memory.csv")  # what every layer saves for its backward

@@ -133,6 +133,35 @@ class Profile:
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
+    def of_samples(self, samples: int) -> Profile:
+        """The same for micro-batches of so many samples: seconds and bytes in proportion, but for
+        parameters."""
+        times = samples / self.num_samples
+        layers = [
+            dataclasses.replace(
+                layer,
+                forward_seconds=times * layer.forward_seconds,
+                backward_seconds=times * layer.backward_seconds,
+                saved_bytes=round(times * layer.saved_bytes),
+                packed_bytes=None if layer.packed_bytes is None else round(times * layer.packed_bytes),
+            )
+            for layer in self.layers
+        ]
+        values = [
+            value
+            if value.is_parameter
+            else dataclasses.replace(value, num_bytes=round(times * value.num_bytes))
+            for value in self.values
+        ]
+        shapes = (
+            (samples, *rest) if first == self.num_samples else (first, *rest)
+            for first, *rest in self.input_shapes
+        )
+        known = {"layers": tuple(layers), "values": tuple(values), "input_shapes": tuple(shapes)}
+        kept = (dataclasses.replace(x, num_bytes=round(times * x.num_bytes)) for x in self.intermediates)
+        known["intermediates"] = tuple(kept)
+        return dataclasses.replace(self, num_samples=samples, graph=None, **known)
+
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all, else ConfigError; ``Profile.load`` reads it."""
         save_json(path, {"penstock_profile": 1, **json_fields(self)}, indent=1)

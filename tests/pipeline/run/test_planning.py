@@ -12,7 +12,7 @@ from profiles import NET, layer_of, profile_of, value_of
 
 from penstock import ConfigError, Plan, PlanError, partition
 from penstock.conf.schema import MemoryConfig, PlanConfig, ReplicasConfig, TrainConfig
-from penstock.pipeline.run import early
+from penstock.pipeline.run import build, early, planning
 from penstock.pipeline.run.alternatives import alternatives, described
 from penstock.pipeline.run.logs import shares_log
 from penstock.pipeline.run.schedule_comparison import SYNCHRONOUS, candidate, compare
@@ -185,6 +185,33 @@ def test_a_cluster_is_tried_in_other_orders_and_without_a_rank_that_holds_it_up(
     seconds, found = alternatives(partition(profile, **options), profile, options, file=file)
     assert found[0].typed == "ranks: [fast, fast]"
     assert found[0].seconds < seconds / 10
+
+
+def test_a_plan_is_made_from_a_profile_without_model_or_data(tmp_path, monkeypatch, capsys):
+    job = "model=mlp model.hidden=[16,16,16] data.size=8 data.channels=1 threads=1 batch_size=32 ranks=2"
+    assert command.run(["plan", *job.split(), "hydra.run.dir=first"]) == 0
+    for home, name in ((planning, "trace"), (build, "model"), (build, "samples")):
+        monkeypatch.setattr(home, name, None)
+    again = f"{job} profile=first/profile.json"
+    assert command.run(["plan", *again.split(), "hydra.run.dir=again"]) == 0
+    first, second = (Plan.load(f"{folder}/plan.json") for folder in ("first", "again"))
+    assert second.cuts == first.cuts
+    assert [x.forward_seconds for x in second.stages] == [x.forward_seconds for x in first.stages]
+    capsys.readouterr()
+    assert command.run(["plan", *again.split(), "micro_batches=4", "hydra.run.dir=twice"]) == 0
+    assert (
+        "of micro-batches of 4 samples: seconds and bytes are taken in proportion" in capsys.readouterr().err
+    )
+    twice = Plan.load("twice/plan.json")
+    assert twice.stages[0].bytes_forward == 2 * first.stages[0].bytes_forward
+    assert twice.input_shapes == ((8, *first.input_shapes[0][1:]),)
+    for option, said in [
+        ("threads=2", "was measured on cpu with threads=1, found device=cpu threads=2"),
+        ("graph=true", "goes without; drop either"),
+        ("profile=first/plan.json", "with the key penstock_profile, first/plan.json is not"),
+        ("profile=none.json", "cannot read the profile none.json"),
+    ]:
+        assert said in refusal(f"{again} {option}", capsys, name="plan")
 
 
 def test_schedule_auto_trains_by_the_shortest_and_says_which(capsys):
