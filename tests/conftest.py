@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     beside = Path(__file__).resolve().parents[2] / "shared" / "corpora"
-    parser.addoption(
-        "--corpora", type=Path, default=beside, help="folder of corpora, which no test reads now"
-    )
+    parser.addoption("--corpora", type=Path, default=beside, help="folder with graphs of PipeDream")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -53,6 +52,15 @@ def memory_goes_back() -> Iterator[None]:
     """Several workers and their ranks share a machine."""
     yield
     give_back_memory()
+
+
+@pytest.fixture
+def corpora(request: pytest.FixtureRequest) -> Path:
+    """The folder of ``--corpora``."""
+    folder: Any = request.config.getoption("--corpora")
+    if not folder.is_dir():
+        pytest.skip(f"no folder {folder}; --corpora=PATH names another")
+    return folder
 
 
 @pytest.fixture

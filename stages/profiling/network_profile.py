@@ -167,6 +167,13 @@ class Profile:
         save_json(path, {"penstock_profile": 1, **json_fields(self)}, indent=1)
 
     @classmethod
+    def from_pipedream(cls, path: str | Path) -> Profile:
+        """Read a ``graph.txt`` of PipeDream's profiler; PlanError for what is none."""
+        from .pipedream import read_pipedream
+
+        return read_pipedream(path)
+
+    @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile; raises PlanError, and nothing else, for a missing, damaged or other file."""
         data = load_json(path, "profile")
