@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ...compression.errors import PlanError
+from ...compression.names import HOST
 from ..files import save_json
 from ..memory.byte_budget import PREFETCH_LAYERS
 from ..plan.memory_model import NEIGHBOURS
 from ..record import IN_PROCESS, json_fields, load_json, read, reduced
 from ..tracing.capture.signature import Signature
+from .pipedream import read_graph
 
 KINDS = ("feature map", "index", "mask", "statistic", "cast", "other")
 FEATURES, INDEX, MASK, STATISTIC, CAST, OTHER = KINDS
@@ -168,10 +170,46 @@ class Profile:
 
     @classmethod
     def from_pipedream(cls, path: str | Path) -> Profile:
-        """Read a ``graph.txt`` of PipeDream's profiler; PlanError for what is none."""
-        from .pipedream import read_pipedream
-
-        return read_pipedream(path)
+        """Read a ``graph.txt`` of PipeDream's profiler; its micro-batch is taken as one sample. PlanError for
+        what is none."""
+        graph = read_graph(path)
+        place = {name: number for number, name in enumerate(graph)}
+        layers, values = [], []
+        for name, ((forward, backward, size, parameters), users) in graph.items():
+            layers.append(
+                LayerProfile(
+                    name=name,
+                    module="",
+                    forward_seconds=forward / 1000,
+                    backward_seconds=backward / 1000,
+                    parameters=(f"{name}.weight",) if parameters else (),
+                    num_parameters=round(parameters / 4),
+                    parameter_bytes=round(parameters),
+                    saved_bytes=round(size),
+                )
+            )
+            values.append(
+                ValueProfile(
+                    name=name,
+                    producer=place[name],
+                    users=tuple(place[user] for user in users),
+                    num_bytes=round(size),
+                    requires_grad=True,
+                    zero_fraction=0.0,
+                )
+            )
+        return cls(
+            layers=tuple(layers),
+            values=tuple(values),
+            refused={},
+            fingerprint=Path(path).name,
+            input_shapes=((1,),),
+            input_dtypes=("float32",),
+            num_samples=1,
+            threads=1,
+            device=HOST,
+            torch="",
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -9,15 +9,15 @@ import re
 from pathlib import Path
 
 from ...compression.errors import PlanError
-from .network_profile import LayerProfile, Profile, ValueProfile
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NODE = re.compile(r"^(\S+) -- (.*?) -- " + ", ".join(rf"{name}=([^,]+)" for name in _FIELDS))
 _EDGE = re.compile(r"^\s+(\S+) -- (\S+)\s*$")
 
 
-def read_pipedream(path: str | Path) -> Profile:
-    """Read a graph: times in milliseconds, sizes in bytes, of one micro-batch, taken as one sample.
+def read_graph(path: str | Path) -> dict[str, tuple[list[float], tuple[str, ...]]]:
+    """Read a graph: by name of a node, in running order, milliseconds of its forward and backward, bytes of
+    its result and of its parameters, and the nodes that read the result.
 
     Raises:
         PlanError: The file is missing or no such graph, a time is negative, or the graph has a cycle."""
@@ -46,43 +46,8 @@ def read_pipedream(path: str | Path) -> Profile:
         order = list(graphlib.TopologicalSorter({name: edges.get(name, ()) for name in nodes}).static_order())
     except graphlib.CycleError as error:
         raise PlanError(f"a graph has no cycle, found {' -> '.join(error.args[1])} in {path}") from error
-    place = {name: index for index, name in enumerate(order)}
-    users = {name: sorted(place[user] for user, made in edges.items() if name in made) for name in order}
-    return Profile(
-        layers=tuple(
-            LayerProfile(
-                name=name,
-                module="",
-                forward_seconds=forward / 1000,
-                backward_seconds=backward / 1000,
-                parameters=(f"{name}.weight",) if parameters else (),
-                num_parameters=round(parameters / 4),
-                parameter_bytes=round(parameters),
-                saved_bytes=round(size),
-            )
-            for name in order
-            for forward, backward, size, parameters in [nodes[name]]
-        ),
-        values=tuple(
-            ValueProfile(
-                name=name,
-                producer=place[name],
-                users=tuple(users[name]),
-                num_bytes=round(nodes[name][2]),
-                requires_grad=True,
-                zero_fraction=0.0,
-            )
-            for name in order
-        ),
-        refused={},
-        fingerprint=Path(path).name,
-        input_shapes=((1,),),
-        input_dtypes=("float32",),
-        num_samples=1,
-        threads=1,
-        device="cpu",
-        torch="",
-    )
+    users = {name: tuple(user for user in order if name in edges.get(user, ())) for name in order}
+    return {name: (nodes[name], users[name]) for name in order}
 
 
 def _total(text: str, what: str) -> float:
