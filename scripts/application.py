@@ -276,6 +276,9 @@ def refusal(name: str, options: Sequence[str], error: Exception, schema: type[An
         reason = f"{full} takes {KINDS.get(kind[1], kind[1])}, not {value}"
     elif "not Optional" in reason:
         reason = f"{full} must have a value"
+    elif "not a subclass of" in reason:
+        parts = [name for name in names(schema) if name.startswith(f"{full}.")]
+        reason = f"{full}= has parts; write one, such as {parts[0] if parts else full}={value}"
     elif "ListConfig" in reason:
         reason = f"{full} takes a list, for example {full}=[{value}]"
     return ConfigError(f"{argument} does not fit: {reason}")

@@ -78,7 +78,8 @@ def run_and_options(arguments: Sequence[str], usual: str) -> tuple[Path, dict[st
     """Return the folder of a run and KEY=VALUE options."""
     folders = [word for word in arguments if "=" not in word or Path(word).is_dir()]
     if len(folders) != 1 or folders[0].startswith("-") or not Path(folders[0]).is_dir():
-        raise ConfigError(f"{' '.join(folders) or 'nothing'} is no folder of a run; write {usual}")
+        found = f"{' '.join(folders)} is no folder of a run" if folders else "no folder of a run was named"
+        raise ConfigError(f"{found}; write {usual}")
     find_own_modules()
     pairs = (word.partition("=") for word in arguments if word not in folders)
     return Path(folders[0]), {key: value for key, _, value in pairs}

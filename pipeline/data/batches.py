@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -162,13 +163,23 @@ class BatchReader:
             return self._parts(table, indices, place), ()
         except Exception as error:
             whole = _broken(error, table, place, int(indices[0]))
+        shapes = dict[int, tuple[tuple[int, ...], ...]]()
         for index in indices.tolist():
             try:
-                self._parts(table, torch.tensor([index]), place)
+                leaves = tree_leaves(self._parts(table, torch.tensor([index]), place))
+                shapes[index] = tuple(tuple(x.shape[1:]) for x in leaves if isinstance(x, Tensor))
             except Exception as error:
                 broken[index] = _broken(error, table, place, index)
         if not broken:  # each by itself can be read: it is their batch that cannot be made
-            return None, (whole,)
+            usual, number = Counter(shapes.values()).most_common(1)[0]
+            odd = [i for i, found in shapes.items() if found != usual and 2 * number > len(shapes)]
+            for index in odd:
+                reason = (
+                    f"its shapes are {shapes[index]}, and those of most of its batch {usual}; pad or crop it"
+                )
+                broken[index] = _broken(ConfigError(reason), table, place, index)
+            if not odd:
+                return None, (whole,)
         left = [index for index in indices.tolist() if index not in broken]
         batch = self._parts(table, torch.tensor(left), place) if self.skips and left else None
         return batch, tuple(broken.values())

@@ -173,6 +173,11 @@ def init(*, deadline: float = 60.0) -> World:
     except TransportError:
         raise
     except Exception as error:
+        if "EADDRINUSE" in str(error):
+            raise TransportError(
+                f"MASTER_PORT={os.environ.get('MASTER_PORT')} is in use on this machine, so that rank 0 "
+                "cannot listen there; set another MASTER_PORT, the same for all ranks"
+            ) from error
         raise TransportError(
             f"rank {os.environ['RANK']} found no store to meet the others at within {deadline:g} s: {error}"
         ) from error

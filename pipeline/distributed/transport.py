@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -259,4 +260,10 @@ class GlooTransport:
             way = f"{num_bytes:,} bytes from stage {message.source} to stage {message.target}"
             reason = self.world.notices.peer_failures() or of_gloo(error)
             limit = f"rank {rank} within {self.deadline.total_seconds():g} s"
+            if re.search("reset by peer|closed by peer|Broken pipe", reason):
+                limit, lost = (
+                    f"rank {rank}",
+                    "its process has ended or was killed (if nobody did that, memory ran out)",
+                )
+                reason = f"{lost}, {reason}; train again, from a checkpoint with resume=auto"
             raise TransportError(f"{message}, {way}, {what} {limit}: {reason}") from error

@@ -29,6 +29,7 @@ from ...stages.memory.byte_budget import MemoryOptions
 from ...stages.meta_watch import META
 from ..data.samples import Description, Samples, samples_of
 from ..data.storage import local_copy
+from .early import how_to_name
 from .losses import cross_entropy
 
 
@@ -242,7 +243,7 @@ def _locate(group: str, path: Any) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{group}._target_={path} cannot be imported ({reason}); check the name and the folder"
+            f"{group}._target_={path} cannot be imported ({reason}); {how_to_name(group, path)}"
         ) from error
 
 

@@ -192,14 +192,18 @@ def find(source: Path, typed: str) -> list[Path]:
 
 def first_whole(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str], None]) -> Any:
     """Read the first of some checkpoints that is not damaged, and say which were; raises CheckpointError."""
-    *folders, last = folders
-    for folder in folders:
+    for number, folder in enumerate(folders, 1):
         try:
             return read(folder)
         except CheckpointError as error:
             sentence = str(error).removesuffix("; take an earlier checkpoint")
+            if number == len(folders):
+                after = f", and so are the {number - 1} after it" if number > 1 else ""
+                raise CheckpointError(
+                    f"{sentence}{after}; there is no other checkpoint: take one from a copy, or begin anew"
+                ) from error
             tell(f"{sentence}; the checkpoint before is taken")
-    return read(last)
+    raise AssertionError("a run has a checkpoint")
 
 
 def write_model(pipe: Pipeline, path: Path, *, before: Callable[[], object]) -> None:

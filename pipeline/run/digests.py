@@ -171,6 +171,8 @@ def recorded(folder: Path) -> dict[int, dict[str, Any]]:
     path = RunFolder(path=folder).digests
     lines = read_lines(path) if path.is_file() else []
     if not lines:
+        if not RunFolder(path=folder).config.is_file():
+            raise ConfigError(f"{folder} has no config.yaml, so it is no folder of a run; name one")
         raise ConfigError(f"{folder} has no {path.name}, or an empty one; train with digest.every=10")
     return {line["step"]: line for line in lines}
 

@@ -7,6 +7,7 @@ model more to trace, so all that needs neither is checked here, once, and nothin
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,14 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     return given
 
 
+def how_to_name(group: str, path: str) -> str:
+    """Return what to do about a name that cannot be imported."""
+    if ".py" in path:
+        dotted = re.sub(r"\.py\b", "", path).replace(":", ".").replace("/", ".")
+        return f"name a module and not a file: {group}._target_={dotted}"
+    return "check the name and the folder" if "." in path else f"write {group}._target_=MODULE.{path}"
+
+
 def _check_group(group: str, options: Mapping[str, Any]) -> None:
     """Refuse options of a group that nothing reads, a target in no module, and data in no file."""
     groups.check(group, options)
@@ -95,7 +104,7 @@ def _check_group(group: str, options: Mapping[str, Any]) -> None:
     if isinstance(target, str) and not _findable(target.partition(".")[0].partition(":")[0]):
         raise ConfigError(
             f"{group}._target_={target} cannot be imported (No module named '{target.partition('.')[0]}'); "
-            "check the name and the folder"
+            f"{how_to_name(group, target)}"
         )
     if group == "data":
         check_files(options)
@@ -121,7 +130,9 @@ def _take_cluster(config: PlanConfig, typed: Sequence[str]) -> None:
         if value is not None:
             raise ConfigError(f"cluster={config.cluster} has the memory and links of its ranks; drop {key}=")
     if "ranks" in keys and config.ranks != number:
-        raise ConfigError(f"cluster={config.cluster} has {number} ranks, found ranks={config.ranks}; drop it")
+        raise ConfigError(
+            f"cluster={config.cluster} has {number} ranks, found ranks={config.ranks}; drop ranks="
+        )
     config.ranks = number
 
 
@@ -249,6 +260,10 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
         raise ConfigError(
             "schedule=all compares the schedules, which penstock plan does; run penstock plan schedule=all, "
             "look, and train with plan=PATH of its plan.json"
+        )
+    if config.schedule not in SCHEDULES:
+        raise ConfigError(
+            f"schedule={config.schedule} is not known; the known ones are {', '.join([*SCHEDULES, AUTO])}"
         )
     schedule = schedule_named(config.schedule)
     extra = 0 if config.extra_in_flight == AUTO else config.extra_in_flight

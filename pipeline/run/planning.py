@@ -33,7 +33,7 @@ from ..data.samples import Samples
 from ..distributed.launcher import threads_per_rank
 from ..optimizer.optimizers import state_per_byte, update_seconds
 from ..optimizer.separability import seems_by_element
-from ..partition.choose import bytes_of_share
+from ..partition.choose import TooSmall, bytes_of_share
 from ..partition.partition import partition
 from ..runtime.report import counted
 from ..schedules.instruction import Span
@@ -54,17 +54,35 @@ def training_batches(config: PlanConfig, samples: Samples) -> Iterator[tuple[Any
     return samples.batches("train", skips=bool(config.data.get("skip_broken", False)), **options)
 
 
-def example_inputs(config: PlanConfig, samples: Samples) -> Example:
-    """Return the first micro-batch of the first training batch, as the model takes it."""
+def first_batch(config: PlanConfig, samples: Samples) -> tuple[Example, Any]:
+    """Return the first micro-batch of the first training batch, as the model takes it, and all targets."""
     inputs, targets = next(training_batches(config, samples))
-    _check_labels(config, samples, targets)
+    model = config.model
+    ours = model.get("_target_", "").startswith(OURS) or "num_classes" in model
+    number = model.get("num_classes") or samples.describe.num_classes
+    _check_labels(config, targets, number if ours else None)
     given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
     number = min(config.micro_batches, len(tree_leaves(given)[0]))
-    return tree_map(lambda tensor: tensor.tensor_split(number)[0].clone(), given)
+    return tree_map(lambda tensor: tensor.tensor_split(number)[0].clone(), given), targets
 
 
-def _check_labels(config: PlanConfig, samples: Samples, targets: Any) -> None:
-    """Refuse labels of the first batch that ``loss=cross_entropy`` cannot take."""
+def _check_outputs(config: PlanConfig, graph: LayerGraph, targets: Any) -> None:
+    """Refuse what the model returns, and labels beyond it, where ``loss=cross_entropy`` cannot take them."""
+    if config.loss.get("_target_", CROSS_ENTROPY) != CROSS_ENTROPY:
+        return
+    traced = graph.train
+    if not traced.spec.is_leaf():
+        kind = getattr(traced.spec.type, "__name__", "structure")
+        raise ConfigError(
+            f"loss=cross_entropy takes a tensor, and the model returns a {kind}; where it computes its loss "
+            "itself, write loss=model, else loss._target_=my.loss, a function of (outputs, targets)"
+        )
+    shapes = [shape for node in traced.output.all_input_nodes for shape in node.meta.get("sizes", ())]
+    _check_labels(config, targets, shapes[0][-1] if shapes and shapes[0] else None)
+
+
+def _check_labels(config: PlanConfig, targets: Any, number: int | None) -> None:
+    """Refuse labels of the first batch that ``loss=cross_entropy`` cannot take for so many classes."""
     if config.loss.get("_target_", CROSS_ENTROPY) != CROSS_ENTROPY or not isinstance(targets, Tensor):
         return
     if targets.dtype not in (torch.int64, torch.uint8):
@@ -73,17 +91,15 @@ def _check_labels(config: PlanConfig, samples: Samples, targets: Any) -> None:
             f"loss=cross_entropy takes labels of int64, found {kind} of shape {tuple(targets.shape)} in the "
             "first batch; convert them (labels.long()), or take another loss="
         )
-    model = config.model
-    ours = model.get("_target_", "").startswith(OURS) or "num_classes" in model
-    number = model.get("num_classes") or samples.describe.num_classes
-    if not (ours and number):
+    if not number:
         return
     if wrong := ((targets >= number) | ((targets < 0) & (targets != -100))).nonzero().tolist():
         sample, *column = wrong[0]
         place = f"sample {sample}{f', column {column[0]},' if column else ''} of the first batch"
         raise ConfigError(
             f"labels of {number} classes are 0 to {number - 1}, or -100 for none, found "
-            f"{int(targets[tuple(wrong[0])])} in {place}; check the data, or model.num_classes="
+            f"{int(targets[tuple(wrong[0])])} in {place}; check the data, or give the model as many outputs "
+            "(model.num_classes=)"
         )
 
 
@@ -142,15 +158,18 @@ def decide(config: PlanConfig, profile: Profile) -> Plan:
     """Return the plan for ``config`` and what was measured of the model."""
     if config.schedule == AUTO:
         return _best_schedule(config, profile).chosen.plan
-    plan = partition(
-        profile,
-        schedule=config.schedule,
-        weights=config.weights,
-        prediction=config.prediction,
-        error_feedback=config.error_feedback,
-        program=program(config.program),
-        **partition_options(config),
-    )
+    try:
+        plan = partition(
+            profile,
+            schedule=config.schedule,
+            weights=config.weights,
+            prediction=config.prediction,
+            error_feedback=config.error_feedback,
+            program=program(config.program),
+            **partition_options(config),
+        )
+    except TooSmall as error:  # in the spelling of options
+        raise PlanError(str(error).replace("memory=", "memory.device=")) from error
     if config.replicas.idle and plan.num_ranks < config.ranks:
         console.warn(
             f"ranks={plan.num_ranks} of {config.ranks}: no way to give more of them work has a shorter step, "
@@ -180,7 +199,7 @@ def record(
 ) -> Recorded:
     """Trace the ``model``, made here unless it is given, on one micro-batch under ``autocast``."""
     model = model or build.model(config.model, describe=samples.describe, seed=config.seed)
-    example, device = example_inputs(config, samples), place(config).torch  # whose seconds count
+    (example, targets), device = first_batch(config, samples), place(config).torch  # whose seconds count
     if has_meta(model):
         example = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, example)
     else:
@@ -193,6 +212,7 @@ def record(
         options = f"batch_size={config.batch_size} micro_batches={config.micro_batches}"
         remedy = "make micro-batches of one sample, too few for a batch norm"
         raise PlanError(f"{options} {remedy}: {error}") from error
+    _check_outputs(config, graph, targets)
     return Recorded(model, graph, example)
 
 

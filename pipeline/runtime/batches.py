@@ -194,6 +194,17 @@ def _moved(tensor: torch.Tensor, device: Device | None) -> torch.Tensor:
     return pinned.copy_(tensor).to(device.torch, non_blocking=True)
 
 
+def _shown(item: Any) -> str:
+    """Describe tensors by shape and dtype, whole numbers with their range; others by their class."""
+    if isinstance(item, tuple | list):
+        return f"({', '.join(map(_shown, item))})"
+    if not isinstance(item, torch.Tensor):
+        return type(item).__name__
+    text = f"{tuple(item.shape)} {str(item.dtype).removeprefix('torch.')}"
+    whole = item.numel() and not (item.is_floating_point() or item.is_complex() or item.is_meta)
+    return f"{text} from {int(item.min())} to {int(item.max())}" if whole else text
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Criterion:
     """The loss, and what is checked of it; ``parameters``, held weakly, it reads through the outputs
@@ -212,7 +223,11 @@ class Criterion:
         except StageError:
             raise
         except Exception as error:
-            raise StageError(f"the loss: {type(error).__name__}: {error}") from error
+            given = f"it was given outputs: {_shown(outputs)}, targets: {_shown(targets)}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+            raise StageError(
+                f"the loss: {reason}; {given}; give it what it takes, or another loss"
+            ) from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise StageError(
@@ -222,7 +237,8 @@ class Criterion:
             raise StageError(f"the loss is a floating-point number, found one of {loss.dtype}; convert it")
         if not loss.requires_grad:
             raise StageError(
-                "the loss depends on trained parameters, found one that was detached or has none"
+                "the loss depends on trained parameters, found one that was detached or has none; leave out "
+                "no_grad() and detach() on the way to it"
             )
         return loss
 

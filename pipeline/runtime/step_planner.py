@@ -274,6 +274,9 @@ class Steps:
             except Disagreement:
                 raise
             except PlanError as error:
+                if str(error).startswith("the model does not run"):
+                    why, _, _ = str(error).partition("; give it an example")
+                    raise PlanError(f"{why}; pad or cut the batch to a shape that it takes") from None
                 raise PlanError(f"{refused}; recorded with it, {error}") from error
         others = [x.shape[1:] for x in batch] != [x.shape[1:] for x in self.example]
         if self.world.rank == 0 and self.tells and (others or values):

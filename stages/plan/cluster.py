@@ -55,7 +55,8 @@ class Cluster:
             )
         if unknown := [name for name in ranks if name not in devices]:
             raise PlanError(
-                f"ranks are names of devices ({', '.join(map(str, devices))}), found {unknown[0]} in {source}"
+                f"ranks are names of devices ({', '.join(map(str, devices))}), found {unknown[0]} in "
+                f"{source}; add it to devices:"
             )
         found = {name: _device(name, one, source) for name, one in devices.items()}
         rates = [_rate(links, *pair, source=source) for pair in itertools.pairwise(ranks)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -212,7 +213,8 @@ def run_eager(
             raise without_values(eager, error) from error
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise PlanError(
-            f"the model does not run on inputs of shape {shapes}: {error}; give another example"
+            f"the model does not run on inputs of shape {shapes}: {_where_raised(eager, error)}{error}; "
+            "give it an example (in a run: data) of the shape that it takes"
         ) from error
     moved = {name for name, p, place in parameters if memory_id(p) != place}
     filled = {name for name, p, _ in parameters if not same_bits(p, original[name])}
@@ -234,6 +236,16 @@ def run_eager(
     if watch:
         written |= {name for name, b in buffers.items() if memory_id(b) in watch.writes}
     return replaced | written | filled, clean and not replaced
+
+
+def _where_raised(root: nn.Module, error: BaseException) -> str:
+    """The path and class of the innermost module whose forward raised, as the start of a sentence."""
+    paths, found = {module: path for path, module in root.named_modules()}, ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(module := frame.f_locals.get("self"), nn.Module) and paths.get(module):
+            kind = repr(module)
+            found = f"in {paths[module]} ({kind if len(kind) < 60 else type(module).__name__}): "
+    return found
 
 
 def refuse_written(root: nn.Module, moved: Collection[str], filled: Collection[str]) -> None:

@@ -109,6 +109,9 @@ EARLY = [
     ({"scheduler": {"gamma": 3}}, "scheduler.gamma=3 has no target that takes it"),
     ({"model": {"drop_last": True}}, "there is no option model.drop_last"),
     ({"model": {"_target_": "nowhere.Net"}}, "nowhere.Net cannot be imported"),
+    ({"model": {"_target_": "my/own.py:Net"}}, "not a file: model._target_=my.own.Net"),
+    ({"model": {"_target_": "nowhere"}}, "write model._target_=MODULE.nowhere"),
+    ({"schedule": "autos"}, "async_1f1b, custom, auto"),
     (
         {"data": {"_target_": "penstock.pipeline.samples.fake.load"}},
         "another name now, found penstock.pipeline.samples.fake.load; write penstock.pipeline.data.fake.load",

@@ -13,7 +13,7 @@ from penstock.conf.schema import TrainConfig
 from penstock.pipeline.data import Description, Samples
 from penstock.pipeline.data.samples import WORKS, samples_of
 from penstock.pipeline.run import build
-from penstock.pipeline.run.planning import example_inputs
+from penstock.pipeline.run.planning import first_batch
 
 
 def given(made: object, batch_size: int | None = None) -> Samples:
@@ -207,8 +207,8 @@ def test_anything_else_is_refused_with_what_works(made, found):
 def test_the_example_is_what_the_model_takes():
     config = TrainConfig(batch_size=4, micro_batches=2)
     named = given(Items(lambda i: {"y": torch.zeros(1), "x": torch.ones(3), "labels": i}))
-    example: Any = example_inputs(config, named)
+    example: Any = first_batch(config, named)[0]
     assert {name: tuple(x.shape) for name, x in example.items()} == {"y": (2, 1), "x": (2, 3)}
     paired = given(Items(lambda i: ((torch.ones(3), torch.zeros(1)), i)))
-    both: Any = example_inputs(config, paired)
+    both: Any = first_batch(config, paired)[0]
     assert [tuple(x.shape) for x in both] == [(2, 3), (2, 1)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loading import NUMBER, Damaged, Deadly, Drawn, Slow, Stream, Where, write_images
+from loading import NUMBER, Damaged, Deadly, Drawn, Numbered, Slow, Stream, Where, write_images
 from processes import runs, wait_for_the_end
 from reference import same_bits, same_tree
 from torch.utils.data import DataLoader, TensorDataset
@@ -128,6 +128,22 @@ def test_samples_that_cannot_be_read_are_left_out_if_asked(workers):
     assert len(said) == 3
     assert said[0].startswith("left out: train sample ")
     assert said[2].endswith("; others are only counted")
+
+
+class Ragged(Numbered):
+    """One sample is longer than the others."""
+
+    def __getitem__(self, index):
+        return torch.zeros(3 if index == 7 else 2), torch.tensor(index)
+
+
+def test_the_sample_of_another_shape_is_named_and_not_its_innocent_neighbour():
+    with pytest.raises(
+        ConfigError, match=r"train sample 7 .*: its shapes are \(\(3,\), \(\)\), .*pad or crop it"
+    ):
+        taken(reading(Ragged()))
+    found = taken(reading(Ragged(), skips=True))
+    assert 7 not in torch.cat([targets for _, targets in found]).tolist()
 
 
 def test_data_whose_first_samples_cannot_be_read_are_described_by_another_if_asked():

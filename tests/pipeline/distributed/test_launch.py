@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -391,3 +392,19 @@ def test_a_failure_that_cannot_be_written_is_told(tmp_path, capsys):
     left = leave(tmp_path / "errors", PenstockError("rank 0: it broke"))
     assert capsys.readouterr().err.startswith(f"rank 0: it broke ({tmp_path}/errors/rank0.json cannot be")
     assert left.sentence == "rank 0: it broke"
+
+
+def test_a_port_that_is_in_use_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(TransportError, match=f"^MASTER_PORT={port} is in use on this machine"):
+            penstock.init(deadline=10)

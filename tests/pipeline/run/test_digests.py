@@ -9,6 +9,7 @@ import torch
 from commands import answer, refusal, trained
 from planted import PLANTED
 
+from penstock import ConfigError
 from penstock.pipeline.run import digests
 from penstock.pipeline.run.digests import digest_of
 
@@ -134,3 +135,11 @@ def test_a_digest_sees_bits_dtype_shape_and_layout():
     assert digest_of(x.clone()) == digest_of(x)
     one = torch.ones(4, 3, 1, 1)  # whose gradients have either stride, as kernels please
     assert digest_of(one) == digest_of(one.as_strided(one.shape, (3, 1, 3, 3)))
+
+
+def test_a_folder_that_is_no_run_is_told_from_a_run_without_digests(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config.yaml, so it is no folder of a run"):
+        digests.recorded(tmp_path)
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"train with digest.every=10"):
+        digests.recorded(tmp_path)

@@ -214,6 +214,16 @@ def test_a_plan_is_made_from_a_profile_without_model_or_data(tmp_path, monkeypat
         assert said in refusal(f"{again} {option}", capsys, name="plan")
 
 
+def test_a_budget_that_is_too_small_is_told_in_the_spelling_of_the_option(capsys):
+    job = f"{SMALL} batch_size=20 memory.device=1KiB"
+    said = refusal(job, capsys, name="plan")
+    assert "memory.device=1KiB on each" in said
+    assert " memory=" not in said
+    assert "memory= has parts; write one, such as memory.device=5" in refusal(
+        f"{SMALL} memory=5", capsys, name="plan"
+    )
+
+
 def test_schedule_auto_trains_by_the_shortest_and_says_which(capsys):
     job = f"{SMALL} batch_size=20 micro_batches=4 epochs=1 max_steps=2"
     trained(f"{job} ranks=1 stages=2 schedule=auto hydra.run.dir=chosen")

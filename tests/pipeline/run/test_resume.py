@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from commands import SMALL, losses, refusal, same_model, same_run, summary, trained
 
-from penstock import ConfigError, PlanError
+from penstock import CheckpointError, ConfigError, PlanError
 from penstock.conf.schema import CacheConfig, CheckpointConfig, ReplicasConfig, TrainConfig
 from penstock.pipeline.run import train
+from penstock.pipeline.run.checkpoints import first_whole
 from penstock.pipeline.run.resume import check, position
 
 ALONE = (
@@ -190,3 +191,15 @@ def test_another_training_is_refused(ours, theirs, key):
 
 def test_a_place_in_the_data():
     assert [position(step, 4) for step in (0, 1, 4, 5, 8)] == [(0, 0), (0, 1), (0, 4), (1, 1), (1, 4)]
+
+
+def test_where_every_checkpoint_is_damaged_nobody_is_sent_to_an_earlier_one():
+    def damaged(folder):
+        raise CheckpointError(f"{folder} is damaged; take an earlier checkpoint")
+
+    told: list[str] = []
+    with pytest.raises(CheckpointError, match=r"^a is damaged, and so are the 2 after it; there is no other"):
+        first_whole([Path("c"), Path("b"), Path("a")], damaged, told.append)
+    assert [sentence.split()[0] for sentence in told] == ["c", "b"]
+    with pytest.raises(CheckpointError, match=r"^a is damaged; there is no other checkpoint: take one from"):
+        first_whole([Path("a")], damaged, told.append)

@@ -207,6 +207,26 @@ def test_labels_that_the_loss_does_not_take_are_refused_before_the_model_is_reco
     assert said in refusal(f"{OWN_JOB} ranks=1 {more} hydra.run.dir=run", capfd)
 
 
+@pytest.mark.parametrize(
+    ("result", "more", "said"),
+    [
+        (
+            "{'logits': y}",
+            "",
+            "the model returns a dict; where it computes its loss itself, write loss=model",
+        ),
+        ("y", "data.labels=large", "labels of 2 classes are 0 to 1, or -100 for none, found 9 in sample"),
+    ],
+)
+def test_what_the_loss_does_not_take_of_the_model_is_refused_before_ranks_start(result, more, said, capfd):
+    text = OWN.replace(
+        "return self.narrow(torch.relu(self.wide(inputs)))",
+        f"y = self.narrow(torch.relu(self.wide(inputs)))\n        return {result}",
+    )
+    Path("own.py").write_text(text)
+    assert said in refusal(f"{OWN_JOB} {more} hydra.run.dir=run", capfd)
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_train_what_their_launcher_composed_whatever_lies_in_the_run_folder(monkeypatch):

@@ -14,7 +14,7 @@ from penstock import ConfigError, Pipeline, PlanError, StageError
 from penstock.pipeline.distributed.process_group import World
 from penstock.pipeline.runtime import device_placement
 from penstock.pipeline.runtime.agreement import Agreement
-from penstock.pipeline.runtime.batches import _moved, micro_batches, total_loss
+from penstock.pipeline.runtime.batches import Criterion, _moved, micro_batches, total_loss
 from penstock.stages.device import CPU, Device, device_of
 from penstock.stages.plan.plan import Asked
 
@@ -279,3 +279,14 @@ WANTS = torch.ones(4, requires_grad=True)
 def test_a_batch_that_cannot_be_shared_out_is_refused(inputs, targets, weight, told):
     with pytest.raises(PlanError, match=told):
         micro_batches((inputs,), targets, 2, weight)
+
+
+def test_a_loss_that_fails_says_what_it_was_given():
+    fails = Criterion(torch.nn.functional.cross_entropy, None, ())
+    outputs = torch.zeros(4, 3, requires_grad=True)
+    with pytest.raises(StageError, match=r"outputs: \(4, 3\) float32, targets: \(4,\) float32; give it"):
+        fails(outputs, torch.zeros(4))
+    with pytest.raises(StageError, match=r"out of bounds; it was .* targets: \(4,\) int64 from 0 to 9"):
+        fails(outputs, torch.tensor([0, 9, 1, 2]))
+    with pytest.raises(StageError, match=r"outputs: \(dict, \(2,\) float32\), targets: NoneType"):
+        fails(({}, torch.zeros(2)), None)
