@@ -126,7 +126,7 @@ class Difference:
         if self.same != (self.step - 1 if self.step else None):
             return f"not every step up to {self.step} is on record: train again with digest.every=1"
         if self.losses:
-            return "the forward parts, or its batch: " + (
+            return "the forward differs, or its batch: " + (
                 "the weights before it were the same" if self.step else "no weights before it are on record"
             )
         if gradients := self.names.get("gradients"):

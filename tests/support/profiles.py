@@ -88,3 +88,13 @@ def measured(model, x):
     """The trace of a true model and its profile."""
     graph = penstock.trace(model, (x,))
     return graph, penstock.measure(graph, (x,), repeats=1)
+
+
+NODE = "{} -- {} -- forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}"
+GRAPH = "\n".join([
+    NODE.format("node2", "ReLU(inplace)", 1.5, 0.5, 800.0, 0.0),
+    NODE.format("node1", "Linear(in_features=4, out_features=4)", 2.0, 4.0, "[600.0; 200.0]", 80.0),
+    NODE.format("node3", "Add(a, b)", 1.0, 1.0, 400.0, 0.0),
+    *("\tnode1 -- node2", "\tnode1 -- node3", "\tnode2 -- node3"),
+])  # fmt: skip
+"""A graph of PipeDream: three layers, the last of which reads both others."""

@@ -2,18 +2,11 @@
 
 import itertools
 
-import numpy as np
 import pytest
+from planner import optimum
+from profiles import GRAPH
 
 from penstock import PlanError, Profile, partition
-
-NODE = "{} -- {} -- forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}"
-GRAPH = "\n".join([
-    NODE.format("node2", "ReLU(inplace)", 1.5, 0.5, 800.0, 0.0),
-    NODE.format("node1", "Linear(in_features=4, out_features=4)", 2.0, 4.0, "[600.0; 200.0]", 80.0),
-    NODE.format("node3", "Add(a, b)", 1.0, 1.0, 400.0, 0.0),
-    *("\tnode1 -- node2", "\tnode1 -- node3", "\tnode2 -- node3"),
-])  # fmt: skip
 
 
 def test_a_graph_becomes_layers_in_order_and_values_with_their_users(tmp_path):
@@ -48,22 +41,6 @@ def test_a_graph_that_is_none_is_refused(change, said, tmp_path):
         Profile.from_pipedream(tmp_path / "graph.txt")
     with pytest.raises(PlanError, match="cannot read the graph"):
         Profile.from_pipedream(tmp_path / "none.txt")
-
-
-def optimum(profile, parts, rate):
-    """The least cost of the costliest of so many parts, by a table of all starts and ends."""
-    seconds = [layer.forward_seconds + layer.backward_seconds for layer in profile.layers]
-    sums, number = np.concatenate([[0], np.cumsum(seconds)]), len(seconds)
-    passing = np.zeros(number + 1)
-    for value in profile.values:
-        passing[value.producer + 1 : max(value.users, default=value.producer) + 1] += value.num_bytes
-    edge = 8 * passing / rate
-    spans = sums[None, :] - sums[:, None]  # from a start to an end
-    spans[np.tril_indices(number + 1)] = np.inf
-    best = np.where(np.arange(number + 1) > 0, np.maximum(sums, edge), np.inf)
-    for _ in range(parts - 1):
-        best = np.maximum(np.min(np.maximum(best[:, None], spans), axis=0), edge)
-    return best[-1]
 
 
 NAMES = ("alexnet", "densenet121", "gnmt", "nasnetamobile", "resnet101", "resnet50", "squeezenet1_0", "vgg16")

@@ -67,7 +67,7 @@ def test_one_wrong_label_is_found_at_its_step_and_where_gradients_begin(capfd):
     code, shown = diff(capfd, "right", "wrong")
     assert code == 1
     assert f"step {first} is the first that differs; step {first - 1} is the same" in shown
-    assert "the forward parts, or its batch: the weights before it were the same" in shown
+    assert "the forward differs, or its batch: the weights before it were the same" in shown
     assert "data.wrong=None and 20: is another training" in shown
 
 

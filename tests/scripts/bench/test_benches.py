@@ -13,9 +13,10 @@ import harness
 import pytest
 import torch
 from checkout import ROOT, run
+from profiles import GRAPH
 
 BENCHES = ROOT / "scripts" / "bench"
-TOPICS = "cache codecs convergence gpu integrations offload pipeline replicas".split()
+TOPICS = "cache codecs convergence gpu integrations offload pipeline planner replicas".split()
 FACTS = {"command", "date", "hardware", "versions", "system", "load_before", "load_after"}
 MLP = "model=mlp data.size=8 batch_size=32 threads=1"
 
@@ -63,6 +64,12 @@ def check(name: str, found: dict[str, Any]) -> None:
         case "integrations":
             assert [row["host"] for row in found["rows"]] == ["pipeline", "ddp_fp32", "fsdp2_bf16"]
             assert all(row["same"] and row["ratio"] > 0.9 for row in found["rows"])
+        case "planner":
+            assert [row["ranks"] for row in found["graphs"]] == [2] * 4
+            assert all(-1e-9 <= row["over"] <= 0.05 for row in found["graphs"])
+            (row,) = found["rows"]
+            assert min(row["predicted"], row["measured"]) > 0
+            assert abs(row["bytes"]) <= 0.05
         case "replicas":
             assert [row["bound"] for row in found["speeds"]] == [pytest.approx(2 / 3), 1.0]
             assert [row["ranks"] for row in found["exact"]] == [1, 2, 2]
@@ -94,6 +101,7 @@ RUNS = {
         f"{MLP} data.num_samples=128 micro_batches=2 --hosts pipeline,ddp_fp32,fsdp2_bf16 --links loopback "
         "--steps 1 --repeats 1"
     ),
+    "planner": "--graphs . --networks mlp --links loopback --repeats 1 --steps 5",
     "replicas": (
         f"{MLP} model.hidden=[16,16] batch_size=16 micro_batches=4 --parts speeds,exact --factors 2 "
         "--seconds 0.1 --repeats 1 --steps 1"
@@ -110,6 +118,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_bench_runs_at_its_smallest_size(name: str, tmp_path: Path):
     file = BENCHES / f"{name.split()[0]}.py"
+    (tmp_path / "small.graph.txt").write_text(GRAPH)
     words = [*shlex.split(RUNS[name]), "--results", str(tmp_path / "found" / "results.json")]
     assert run(str(file), *words, cwd=tmp_path, seconds=400).splitlines()[-1] == words[-1]
     found = json.loads((tmp_path / "found" / "results.json").read_text())
@@ -125,6 +134,7 @@ REFUSED = {
     "cache --policies belady": "belady is not known; known are next_use",
     "codecs --repeats 0": "0 must be a whole number of 1 or more",
     "integrations --only packed": "--only measures the peak of one process, which races one host",
+    "planner --steps 2": "2 must be a whole number of 4 or more",
     "offload --path nowhere": "--path=nowhere is no folder; name the one",
     "pipeline batch_size=10 micro_batches=4": "micro-batches of one size, found ranks=2 batch_size=10",
     "replicas --nothing": "unrecognized arguments: --nothing",
