@@ -21,7 +21,7 @@ OF_THE_RUN = {
     "data": {
         "drop_last": "leave out the last batch of an epoch where it is smaller",
         "workers": "processes that load samples ahead; auto: as many as there are spare cores",
-        "skip_broken": "leave out samples that cannot be read, and count them",
+        "skip_broken": "leave out and count samples that cannot be read, or differ in shape from their batch",
         "local": "folder of this machine to which the data are copied once, and read from",
     },
     "model": {

@@ -452,7 +452,9 @@ class TrainConfig(PlanConfig):
         stream = f"weights={self.weights} of schedule={self.schedule}, which resumes on the same cuts"
         several = f"replicas.count={self.replicas.count}, which shrinks by replicas.shrink=true"
         fixed = [stream] * self.streams + [several] * self.replicas.several
-        fixed += [f"{name}={value}" for name in ("plan", "program") if (value := getattr(self, name))]
+        fixed += [
+            f"{name}={value}" for name in ("plan", "program", "cluster") if (value := getattr(self, name))
+        ]
         if fixed:  # it does not let ranks become fewer
             raise ConfigError(f"min_ranks={self.min_ranks} does not go with {fixed[0]}; drop either")
 

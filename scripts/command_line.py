@@ -30,7 +30,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "pipeline": (
         "ranks", "stages", "cuts", "schedule", "program", "micro_batches", "extra_in_flight", "weights",
-        "prediction", "error_feedback", "weights_first", "recompute", "link", "plan", "graph",
+        "prediction", "error_feedback", "weights_first", "recompute", "link", "cluster", "plan",
+        "profile", "graph",
     ),
     "compression": ("codec",),
     "memory": ("memory",),

@@ -34,6 +34,7 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
         beside,
         compare_schedules,
         decide,
+        partition_options,
         prepare,
         read_profile,
         record,
@@ -51,13 +52,17 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
             found = recorded_without_memory(config, samples) or record(config, samples)
             graph, profile = found.graph, found.measure()
     everything = config.schedule == ALL
-    plan = compare_schedules(config, profile, folder) if everything else decide(config, profile)
+    options = partition_options(config)
+    if everything:
+        plan = compare_schedules(config, profile, folder, options)
+    else:
+        plan = decide(config, profile, options)
     check_order(plan)
     folder.begin(console.warn)
     folder.save(config, plan)
     if config.profile is None:
         profile.save(folder.profile)
     lines, shown = views(config, graph, profile, plan, folder)
-    lines += beside(config, profile, plan)
+    lines += beside(config, profile, plan, options)
     files = [folder.plan, folder.plan_picture, *([folder.schedules_picture] if everything else []), *shown]
     print(plan, *lines, *map(console.short, files), sep="\n")

@@ -170,18 +170,19 @@ class BatchReader:
                 shapes[index] = tuple(tuple(x.shape[1:]) for x in leaves if isinstance(x, Tensor))
             except Exception as error:
                 broken[index] = _broken(error, table, place, index)
-        if not broken:  # each by itself can be read: it is their batch that cannot be made
-            usual, number = Counter(shapes.values()).most_common(1)[0]
-            odd = [i for i, found in shapes.items() if found != usual and 2 * number > len(shapes)]
-            for index in odd:
-                reason = (
-                    f"its shapes are {shapes[index]}, and those of most of its batch {usual}; pad or crop it"
-                )
+        usual, number = next(iter(Counter(shapes.values()).most_common(1)), ((), 0))
+        for index, found in shapes.items():
+            if found != usual and 2 * number > len(shapes):
+                reason = f"its shapes are {found}, and those of most of its batch {usual}; pad or crop it"
                 broken[index] = _broken(ConfigError(reason), table, place, index)
-            if not odd:
-                return None, (whole,)
-        left = [index for index in indices.tolist() if index not in broken]
-        batch = self._parts(table, torch.tensor(left), place) if self.skips and left else None
+        if not broken:  # each by itself can be read: it is their batch that cannot be made
+            return None, (whole,)
+        left, batch = [index for index in indices.tolist() if index not in broken], None
+        if self.skips and left:
+            try:
+                batch = self._parts(table, torch.tensor(left), place)
+            except Exception:
+                return None, (*broken.values(), whole)
         return batch, tuple(broken.values())
 
     def _parts(self, table: Table, indices: Tensor, place: BatchIndex) -> tuple[Any, Any]:

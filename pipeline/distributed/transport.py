@@ -258,9 +258,11 @@ class GlooTransport:
             yield
         except RuntimeError as error:
             way = f"{num_bytes:,} bytes from stage {message.source} to stage {message.target}"
-            reason = self.world.notices.peer_failures() or of_gloo(error)
+            known, reason = self.world.notices.peer_failures(), of_gloo(error)
             limit = f"rank {rank} within {self.deadline.total_seconds():g} s"
-            if re.search("reset by peer|closed by peer|Broken pipe", reason):
+            if known:
+                reason = known
+            elif re.search("reset by peer|closed by peer|Broken pipe", reason):
                 limit, lost = (
                     f"rank {rank}",
                     "its process has ended or was killed (if nobody did that, memory ran out)",

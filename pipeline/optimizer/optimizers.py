@@ -94,20 +94,21 @@ def state_per_byte(optimizer: Make) -> float | None:
 def update_seconds(optimizer: Make, *, num_bytes: int = 32 << 20, repeats: int = 3) -> float | None:
     """Seconds that an optimizer updates for each byte of its parameters, measured on the CPU on more than
     caches hold. None: no telling."""
-    weight = torch.nn.Parameter(torch.zeros(num_bytes // 4096, 1024))
-    weight.grad = torch.zeros_like(weight)
-    seconds = []
+    named = [(f"weight{n}", torch.nn.Parameter(torch.zeros(512, 512))) for n in range(num_bytes >> 20)]
+    for _, weight in named:
+        weight.grad = torch.zeros_like(weight)
+    seconds = list[float]()
     with random_kept():
         try:
-            made = make_optimizer(optimizer, [("weight", weight)])
+            made = make_optimizer(optimizer, named)
             assert made is not None
-            for _ in range(1 + repeats):  # the first makes its state
+            while len(seconds) <= repeats and sum(seconds) < 1:  # the first makes its state
                 begun = time.perf_counter()
                 made.step()
                 seconds.append(time.perf_counter() - begun)
         except Exception:
             return None
-    return statistics.median(seconds[1:]) / weight.nbytes
+    return statistics.median(seconds[1:] or seconds) / num_bytes
 
 
 @contextlib.contextmanager

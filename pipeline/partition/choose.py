@@ -14,6 +14,7 @@ from ...compression.errors import PlanError
 from ...compression.names import AUTO, HOST
 from ...stages.plan.plan import Plan
 from ...stages.plan.plan_stage import PlanStage
+from ...stages.plan.validation import STREAM
 from ...stages.profiling.network_profile import Profile
 from ...stages.units import share_of, show_bytes
 from .costs import with_margin
@@ -142,8 +143,13 @@ def _mixes(
 def _seconds(plan: Plan, disk_rate: float) -> float:
     """Seconds of the slowest rank for a micro-batch."""
     rates = {"packed": PACKING_RATE, "host": LINK_RATE, "disk": disk_rate}
+    each = 1 if plan.schedule == STREAM else plan.micro_batches
     return max(
-        sum(_stage_seconds(plan.stages[s], rates, plan.micro_batches) / plan.replicas[s] for s in stages)
+        sum(
+            _stage_seconds(plan.stages[s], rates, plan.micro_batches) / plan.replicas[s]
+            + plan.stages[s].update_seconds / each
+            for s in stages
+        )
         for stages in plan.stages_of_rank
     )
 
@@ -159,4 +165,4 @@ def _stage_seconds(stage: PlanStage, rates: dict[str, float], micro_batches: int
         else:
             forward, backward = forward + one, backward + 3 * one
         backward += 6 * one / micro_batches
-    return forward + backward + stage.update_seconds / micro_batches
+    return forward + backward

@@ -12,7 +12,7 @@ from ...stages.memory.byte_budget import PREFETCH_LAYERS
 from ...stages.plan.cluster import Cluster
 from ...stages.plan.memory_model import NEIGHBOURS, Copies
 from ...stages.plan.plan_stage import PlanStage
-from ...stages.profiling.network_profile import Profile, ValueProfile, sizes_of
+from ...stages.profiling.network_profile import LayerProfile, Profile, ValueProfile, sizes_of
 from ...stages.tracing.layers import part_of
 from .split import TOLERANCE, Span
 
@@ -35,7 +35,8 @@ class Costs:
     ``prefetches``: parameters in a tier come ahead of the layer that reads them; ``cluster``: ranks that
     differ, in the place of ``rate`` and ``budget``, which then is the largest of theirs;
     ``replicas``: ranks that share the micro-batches of each stage, empty: one each; ``updates``: seconds of
-    an update for each byte of parameters, which a rank takes once in so many micro-batches (``each``)."""
+    an update for each byte of trained parameters, which a rank takes once in so many micro-batches
+    (``each``), and its replicas together if ``sharded``."""
 
     def __init__(
         self,
@@ -50,8 +51,9 @@ class Costs:
         cluster: Cluster | None = None,
         updates: float = 0.0,
         each: int = 1,
+        sharded: bool = False,
     ) -> None:
-        self.updates = updates
+        self.updates, self.sharded = updates, sharded
         self.speeds = cluster.speeds if cluster else ()
         self.budgets: Sequence[int | None] = cluster.memory if cluster else ()
         budget = max((one for one in self.budgets if one is not None), default=budget)
@@ -64,10 +66,9 @@ class Costs:
             layer.backward_seconds + (part is not None) * layer.forward_seconds
             for layer, part in zip(layers, self.parts, strict=True)
         ]
-        update = updates / each
         pairs = zip(layers, self.backwards, strict=True)
-        seconds = (x.forward_seconds + back + update * x.parameter_bytes for x, back in pairs)
-        self.times = _sums(round(one * PICOSECONDS) for one in seconds)
+        self.times = _sums(round((layer.forward_seconds + back) * PICOSECONDS) for layer, back in pairs)
+        self.update_times = _sums(round(_trained(x) * updates / each * PICOSECONDS) for x in layers)
         self.forward_bytes = _over_cuts(len(layers), profile.values)
         sizes = [sizes_of([layer]) for layer in layers]
         self.largest = Largest([size.pop("largest") for size in sizes])
@@ -229,11 +230,12 @@ class Costs:
     def _of_rank(self, start: int, end: int, rank: int, required: Span) -> float:
         if self.budget is not None and required(start, end, rank) > self.budget:
             return math.inf
-        seconds = self._time(start, end, rank)
-        return -(-seconds // self.replicas[rank]) if self.replicas else seconds
+        return self._time(start, end, rank, self.replicas[rank] if self.replicas else 1)
 
-    def _time(self, start: int, end: int, rank: int) -> int:
-        seconds = self.times[end] - self.times[start]
+    def _time(self, start: int, end: int, rank: int, replicas: int = 1) -> int:
+        seconds = -(-(self.times[end] - self.times[start]) // replicas)
+        update = self.update_times[end] - self.update_times[start]
+        seconds += -(-update // (replicas if self.sharded else 1))
         return round(seconds / self.speeds[rank]) if self.speeds else seconds
 
     def of_stage(self, rank_ends: Sequence[int], *, timed: bool = True) -> Span:
@@ -264,7 +266,7 @@ class Costs:
             num_parameters=sum(layer.num_parameters for layer in layers),
             forward_seconds=sum(layer.forward_seconds for layer in layers) / speed,
             backward_seconds=sum(self.backwards[start:end]) / speed,
-            update_seconds=self.updates * sum(layer.parameter_bytes for layer in layers) / speed,
+            update_seconds=self.updates * sum(map(_trained, layers)) / speed,
             memory_bytes=self.memory(start, end, rank, staying=staying),
             frame_bytes=frames,
             staying_bytes=staying,
@@ -307,6 +309,10 @@ class Neighbours:
         if end - start <= self._length:
             return self._sums[end] - self._sums[start]
         return self._largest.of(start, end - self._length + 1)
+
+
+def _trained(layer: LayerProfile) -> int:
+    return layer.parameter_bytes if layer.trained_bytes is None else layer.trained_bytes
 
 
 def _sums(amounts: Iterable[int]) -> list[int]:

@@ -282,6 +282,7 @@ def partition(
         cluster=cluster,
         updates=(update_seconds or 0.0) * (profile.device == HOST),  # where it was measured
         each=1 if schedule == STREAM else micro_batches,
+        sharded=sharded and owner == "spread",
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]

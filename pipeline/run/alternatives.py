@@ -48,12 +48,14 @@ def alternatives(
 
 
 def _planned(profile: Profile, plan: Plan, options: Mapping[str, Any], changed: Mapping[str, Any]) -> Plan:
-
     asked = {**options, "schedule": plan.schedule, "program": plan.program, "weights": plan.weights}
     first = plan.stages[0]  # tiers as they were chosen, which takes a tenth of the time of choosing them
     asked |= {"tier": first.tier, "parameters_tier": first.parameters_tier, "prefetches": first.prefetches}
     asked["recompute"] = options["recompute"] or first.recompute is True
-    return partition(profile, **{**asked, **changed})
+    asked |= changed
+    if isinstance(asked.get("cluster"), dict):  # its links are known only now to be there
+        asked["cluster"] = Cluster.of(asked["cluster"])
+    return partition(profile, **asked)
 
 
 def _differs(other: Candidate, ours: Candidate) -> bool:
@@ -63,32 +65,25 @@ def _differs(other: Candidate, ours: Candidate) -> bool:
 def _changes(
     plan: Plan, options: Mapping[str, Any], file: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Options to type, and changes: other schedules, one rank less, one more, twice as many, other orders."""
+    """Options to type, and changes: other schedules, other numbers of ranks, devices in other orders."""
     if not plan.program:
         yield from ((f"schedule={name}", {"schedule": name}) for name in SYNCHRONOUS if name != plan.schedule)
     if file is not None:
-        yield from ((f"ranks: [{', '.join(one.names)}]", {"cluster": one}) for one in orders(file))
-        yield from _fewer(file)
+        given = list(file["ranks"])
+        fewer = dict.fromkeys(tuple(given[:n] + given[n + 1 :]) for n in range(len(given)))
+        for ranks in (*orders(file), *map(list, filter(None, fewer))):
+            changed = {"cluster": {**file, "ranks": ranks}, "ranks": None}
+            yield f"ranks: [{', '.join(map(str, ranks))}]", changed
     elif max(plan.replicas) == 1 and not (plan.program or options["cuts"] or options["stages"]):
         numbers = dict.fromkeys((plan.num_ranks - 1, plan.num_ranks + 1, 2 * plan.num_ranks))
         yield from ((f"ranks={number}", {"ranks": number}) for number in numbers if number)
 
 
-def _fewer(file: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The same cluster without one of its ranks, as far as the links are known."""
-    given = list(file["ranks"])
-    for out in range(len(given)):
-        names = given[:out] + given[out + 1 :]
-        if names:
-            yield f"ranks: [{', '.join(map(str, names))}]", {"cluster": Cluster.of({**file, "ranks": names})}
-
-
 def described(seconds: float, others: list[Alternative]) -> list[str]:
     """Return lines for people."""
-    lines = [f"a step takes {show_seconds(seconds)}, simulated from measured layers; beside it:"] * bool(
-        others
-    )
-    return lines + [
+    if not others:
+        return []
+    return [f"a step takes {show_seconds(seconds)}, simulated from measured layers; beside it:"] + [
         f"  {one.typed}: {show_seconds(one.seconds)} ({one.seconds / seconds - 1:+.0%}), "
         f"{show_bytes(one.memory)} on the fullest rank"
         for one in others

@@ -198,9 +198,11 @@ def first_whole(folders: list[Path], read: Callable[[Path], Any], tell: Callable
         except CheckpointError as error:
             sentence = str(error).removesuffix("; take an earlier checkpoint")
             if number == len(folders):
-                after = f", and so are the {number - 1} after it" if number > 1 else ""
+                if number == 1 or sentence == str(error):
+                    raise
                 raise CheckpointError(
-                    f"{sentence}{after}; there is no other checkpoint: take one from a copy, or begin anew"
+                    f"{sentence}, and so are the {number - 1} after it; there is no other checkpoint: take "
+                    "one from a copy, or begin anew"
                 ) from error
             tell(f"{sentence}; the checkpoint before is taken")
     raise AssertionError("a run has a checkpoint")

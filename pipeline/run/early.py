@@ -86,8 +86,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
 
 def how_to_name(group: str, path: str) -> str:
     """Return what to do about a name that cannot be imported."""
-    if ".py" in path:
-        dotted = re.sub(r"\.py\b", "", path).replace(":", ".").replace("/", ".")
+    if re.search(r"\.py\b", path):
+        dotted = re.sub(r"\.py\b", "", path).replace(":", ".").replace("/", ".").strip(".")
         return f"name a module and not a file: {group}._target_={dotted}"
     return "check the name and the folder" if "." in path else f"write {group}._target_=MODULE.{path}"
 

@@ -44,11 +44,13 @@ class Totals:
         predicted: By rank, the most bytes of each tier, from the first step.
         busy: Seconds in which each rank computed, of ``steady`` seconds: those of all steps but the first,
             which is slow for reasons of its own, unless there is no other.
-        steady_steps: How many these are; ``before``: ``stages`` in front of them.
+        here: Steps of this process.
+        steady_steps: How many of them ``steady`` has.
+        before: ``stages`` in front of these.
     """
 
     def __init__(self, *, num_stages: int) -> None:
-        self.num_steps = self.num_samples = 0
+        self.num_steps = self.num_samples = self.here = 0
         self.seconds = 0.0
         self.loss: float | None = None
         self.ranks = [[0] for _ in range(num_stages)]
@@ -69,7 +71,8 @@ class Totals:
         self.num_samples += report.num_samples
         self.seconds += report.seconds
         self.loss = _finite(report.loss)
-        if self.num_steps <= 2 or len(self.busy) != len(report.busy_seconds):
+        self.here += 1
+        if self.here <= 2 or len(self.busy) != len(report.busy_seconds):
             self.busy, self.steady = (0.0,) * len(report.busy_seconds), 0.0
             self.before, self.steady_steps = self.stages, 0
         self.busy = tuple(map(sum, zip(self.busy, report.busy_seconds, strict=True)))
@@ -93,14 +96,12 @@ class Totals:
         if not kept:
             return
         some = copy.deepcopy(dict(kept))
-        if "before" not in some:  # of a checkpoint that knows no steady steps
-            some["busy"] = ()
         if "stages" in some:  # of one that knows no ranks of a stage
             some |= {"of_ranks": [[one] for one in some.pop("stages")], "predicted": {}}
             some["ranks"] = [[rank] for rank in some["ranks"]]
         if len(some["of_ranks"]) != len(self.of_ranks):
             some = {name: some[name] for name in OF_ALL_STAGES}
-        vars(self).update(some)
+        vars(self).update(some | {"here": 0})
         self.of_ranks = [[_zeros() | total for total in totals] for totals in self.of_ranks]
         self.busy = tuple(self.busy)
 

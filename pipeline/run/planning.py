@@ -43,7 +43,7 @@ from .determinism import place
 from .early import program
 from .losses import CROSS_ENTROPY, OF_MODEL
 from .run_folder import RunFolder
-from .schedule_comparison import SYNCHRONOUS, Comparison, compare, simulated
+from .schedule_comparison import Comparison, compare, simulated
 from .timeline import Panel, draw, perfetto_trace
 
 
@@ -139,7 +139,8 @@ def save_step(folder: RunFolder, plan: Plan, spans: Sequence[Span], *, title: st
     ``timeline.json``."""
     link = "no time on the links" if plan.link is None else f"links of {show_rate(plan.link)}"
     link = link if plan.cluster is None else f"cluster {plan.cluster}"
-    above = f"predicted by the plan: layers and optimizer as measured before the run, {link}"
+    known = "layers and optimizer" if any(stage.update_seconds for stage in plan.stages) else "layers"
+    above = f"predicted by the plan: {known} as measured before the run, {link}"
     predicted = dataclasses.replace(simulated(plan)[1], title=above)
     draw([predicted, Panel(title="measured", spans=spans)], folder.timeline, title=title)
     save_json(folder.trace, perfetto_trace(spans, title=title))
@@ -154,10 +155,12 @@ def prepare(config: PlanConfig) -> Samples:
     return build.samples(config.data, batch_size=config.batch_size, labelled=labelled)
 
 
-def decide(config: PlanConfig, profile: Profile) -> Plan:
-    """Return the plan for ``config`` and what was measured of the model."""
+def decide(config: PlanConfig, profile: Profile, options: dict[str, Any] | None = None) -> Plan:
+    """Return the plan for ``config`` and what was measured of the model; ``options``: ``partition_options``,
+    where they were measured already."""
+    options = options or partition_options(config)
     if config.schedule == AUTO:
-        return _best_schedule(config, profile).chosen.plan
+        return _best_schedule(config, profile, options).chosen.plan
     try:
         plan = partition(
             profile,
@@ -166,7 +169,7 @@ def decide(config: PlanConfig, profile: Profile) -> Plan:
             prediction=config.prediction,
             error_feedback=config.error_feedback,
             program=program(config.program),
-            **partition_options(config),
+            **options,
         )
     except TooSmall as error:  # in the spelling of options
         raise PlanError(str(error).replace("memory=", "memory.device=")) from error
@@ -226,6 +229,9 @@ def read_profile(config: PlanningConfig) -> Profile:
             f"device={device} threads={config.threads}; take these, or measure again"
         )
     config.threads, samples = profile.threads, -(-config.batch_size // config.micro_batches)
+    torch.set_num_threads(config.threads)  # for what is measured of the optimizer
+    if config.graph:
+        raise ConfigError(f"graph=true looks at the model, and {option} goes without; drop either")
     if samples == profile.num_samples:
         return profile
     console.warn(
@@ -267,9 +273,11 @@ def _disk_rate(config: PlanConfig) -> float | None:
     return disk_rate(DiskOptions(path=memory.path or Path.cwd()))
 
 
-def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -> Plan:
+def compare_schedules(
+    config: PlanConfig, profile: Profile, folder: RunFolder, options: dict[str, Any]
+) -> Plan:
     """Plan and simulate every schedule for ``config``, show and save them, and return the chosen plan."""
-    found = _best_schedule(config, profile)
+    found = _best_schedule(config, profile, options)
     console.compared(found)
     save_json(folder.schedules, found.facts())
     job = f"micro_batches={config.micro_batches} stages={found.chosen.plan.num_stages} ranks={config.ranks}"
@@ -278,10 +286,9 @@ def compare_schedules(config: PlanConfig, profile: Profile, folder: RunFolder) -
     return found.chosen.plan
 
 
-def _best_schedule(config: PlanConfig, profile: Profile) -> Comparison:
+def _best_schedule(config: PlanConfig, profile: Profile, options: dict[str, Any]) -> Comparison:
     """Plan and simulate every schedule, and write the chosen one into ``config``."""
-    config.schedule = SYNCHRONOUS[0]  # until one is chosen
-    options = partition_options(config)
+    options = dict(options)
     if (share := share_of(options["memory"])) is not None:  # one budget for all of them
         options["memory"] = bytes_of_share(share, functools.partial(partition, profile, **options))
     found = compare(profile, **options)
@@ -289,10 +296,10 @@ def _best_schedule(config: PlanConfig, profile: Profile) -> Comparison:
     return found
 
 
-def beside(config: PlanConfig, profile: Profile, plan: Plan) -> list[str]:
+def beside(config: PlanConfig, profile: Profile, plan: Plan, options: dict[str, Any]) -> list[str]:
     """Return lines on the best other plans for the job."""
     file = None if config.cluster is None else read_cluster(config.cluster)
-    return described(*alternatives(plan, profile, partition_options(config), file=file))
+    return described(*alternatives(plan, profile, options, file=file))
 
 
 def model_name(config: PlanConfig) -> str:
@@ -312,10 +319,7 @@ def views(
     if config.replicas.shares == MEASURED:
         lines.append("replicas.shares=measured: training begins with these and follows the speed of ranks")
     if config.graph:
-        if graph is None:
-            raise ConfigError(
-                f"graph=true looks at the model, and profile={config.profile} goes without; drop either"
-            )
+        assert graph is not None, "read_profile refuses it"
         from ...stages.profiling import graph_picture
 
         found = dependencies(graph, profile, optimizer_state=state, old_versions=versions)

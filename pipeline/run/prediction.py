@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...stages.units import show_seconds
+from ..schedules.simulate import seconds_of_update
 from .schedule_comparison import simulated
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def compare(plan: Plan, totals: Totals, *, rates: Rates | None) -> dict[str, Any
         }
         stages.append({name: [_of(value, several) for value in term] for name, term in terms.items()})
         update = (one["compute_seconds"] - one["worked_seconds"]) / several
-        updates.append((stage.update_seconds, update))
+        updates.append((seconds_of_update(plan, number), update))
     step = [panel.seconds, totals.steady / totals.steady_steps]
     off = _off(step, stages, updates) if totals.steady_steps >= LEAST else None
     return {"step_seconds": step, "stages": stages, "off": off}
@@ -93,7 +94,8 @@ def _off(step: list[float], stages: list[dict[str, Any]], updates: list[tuple[fl
         return f"{sentence}: stage {number} computed and packed for {found} instead of {planned}"
     planned, found = max(updates, key=lambda one: (one[1] - one[0]) / more)
     if (found - planned) / more >= SHARE:
-        return f"{sentence}: an update took {show_seconds(found)} instead of {show_seconds(planned)}"
+        instead = f"instead of {show_seconds(planned)}" if planned else "which the plan does not count"
+        return f"{sentence}: an update took {show_seconds(found)}, {instead}"
     waits = [sum(one["waiting"][kind] for one in stages) for kind in (0, 1)]
     planned, found = map(show_seconds, waits)
     return f"{sentence}: stages waited {found} for frames instead of {planned}"

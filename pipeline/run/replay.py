@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 ANEW = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights_first", "recompute", "extra_in_flight",
-    "link", "memory", "codec", "replicas", "checkpoint", "digest", "eval", "logger", "cache", "max_restarts",
-    "min_ranks", "nan", "versions", "settings",
+    "link", "cluster", "memory", "codec", "replicas", "checkpoint", "digest", "eval", "logger", "cache",
+    "max_restarts", "min_ranks", "nan", "versions", "settings",
 )  # fmt: skip
 """Options of a run that its replay does not take over: how it was cut and watched."""
 SCHEDULES = ("gpipe", "1f1b", "zb_h1")

@@ -13,6 +13,7 @@ import torch
 
 from ...compression.codec import LOSSY_CODECS
 from ...compression.errors import CheckpointError, ConfigError
+from ...compression.names import AUTO
 from ...conf.schema import AGAIN, TrainConfig, shown
 from ...stages.plan.plan import Plan
 from ..checkpoint import Checkpoint, load
@@ -25,16 +26,16 @@ from .run_folder import RunFolder
 # What changes no bit of a synchronous training; what it changes of a stream, loading the state refuses.
 FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
-    "error_feedback", "recompute", "extra_in_flight", "link", "memory", "deadline", "logger", "checkpoint",
-    "resume", "epochs", "max_steps", "detect_anomaly", "nan", "eval", "traceback", "versions", "settings",
-    "digest", "max_restarts", "min_ranks", "cache", "data.workers", "data.local", "replicas",
+    "error_feedback", "recompute", "extra_in_flight", "link", "cluster", "memory", "deadline", "logger",
+    "checkpoint", "resume", "epochs", "max_steps", "detect_anomaly", "nan", "eval", "traceback", "versions",
+    "settings", "digest", "max_restarts", "min_ranks", "cache", "data.workers", "data.local", "replicas",
     "nodes", "node", "master", "join_deadline", "guard",  # of older checkpoints
 )  # fmt: skip
 # What a plan is made of; where all of it is the same, so is the plan, however long layers took this time.
 ASKED = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
-    "error_feedback", "recompute", "extra_in_flight", "link", "memory", "codec", "micro_batches", "device",
-    "replicas",
+    "error_feedback", "recompute", "extra_in_flight", "link", "cluster", "memory", "codec", "micro_batches",
+    "device", "replicas",
 )  # fmt: skip
 # What changes bits because it changes how sums are made, and is said.
 BY_NATURE = ("threads", "micro_batches", "deterministic", "device", "tf32")
@@ -63,8 +64,13 @@ class Source:
         ours, theirs = _both(config, self.checkpoint.notes)
         if config.stages is None:
             theirs["stages"] = None  # as many as the plan had
+        if config.schedule == AUTO:
+            theirs["schedule"] = AUTO  # the notes have the one that was chosen
         keys = [key for key in {*ours, *theirs} if key.partition(".")[0] in ASKED]
-        return self._plan if all(ours.get(key) == theirs.get(key) for key in keys) else None
+        if not all(ours.get(key) == theirs.get(key) for key in keys):
+            return None
+        config.schedule = self._plan.schedule
+        return self._plan
 
     def compare(self, config: TrainConfig, plan: Plan, tell: Callable[[str], None]) -> None:
         """Say what another cut changes."""

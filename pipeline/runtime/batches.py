@@ -5,6 +5,7 @@ into fresh memory, in the plain loop too."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -201,8 +202,10 @@ def _shown(item: Any) -> str:
     if not isinstance(item, torch.Tensor):
         return type(item).__name__
     text = f"{tuple(item.shape)} {str(item.dtype).removeprefix('torch.')}"
-    whole = item.numel() and not (item.is_floating_point() or item.is_complex() or item.is_meta)
-    return f"{text} from {int(item.min())} to {int(item.max())}" if whole else text
+    with contextlib.suppress(Exception):  # some kinds know no least element, and a GPU may have failed
+        if item.numel() and not (item.is_floating_point() or item.is_complex()):
+            return f"{text} from {int(item.min())} to {int(item.max())}"
+    return text
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -58,8 +58,7 @@ def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
     def seconds(instruction: Instruction) -> float:
         stage, op = plan.stages[instruction.stage], instruction.op
         if op is Op.U:
-            shared = plan.replicas[instruction.stage] if plan.sharded and plan.owners == "spread" else 1
-            return exchange_seconds(plan, instruction.stage) + stage.update_seconds / shared
+            return seconds_of_update(plan, instruction.stage)
         return stage.forward_seconds if op is Op.F else stage.backward_seconds / (1 if op is Op.B else 2)
 
     def transfer(message: Message) -> float:
@@ -71,6 +70,12 @@ def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
         updates = [[Instruction(s, Op.U) for s in own if takes[s]] for own in plan.stages_of_rank]
         programs = [[*program, *more] for program, more in zip(programs, updates, strict=True)]
     return simulate(outline(programs), work=seconds, transfer=transfer)
+
+
+def seconds_of_update(plan: Plan, stage: int) -> float:
+    """Seconds in which a rank updates a stage, and its replicas exchange gradients ahead of that."""
+    shared = plan.replicas[stage] if plan.sharded and plan.owners == "spread" else 1
+    return exchange_seconds(plan, stage) + plan.stages[stage].update_seconds / shared
 
 
 def exchange_seconds(plan: Plan, stage: int) -> float:

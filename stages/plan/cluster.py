@@ -75,7 +75,7 @@ class Cluster:
     def check(self, num_ranks: int) -> None:
         """Refuse another number of ranks than ``num_ranks``, and numbers that are none."""
         counts = len(self.speeds), len(self.memory), len(self.links) + 1
-        numbers = (*self.speeds, *filter(None, self.memory), *filter(None, self.links))
+        numbers = [one for one in (*self.speeds, *self.memory, *self.links) if one is not None]
         if {self.num_ranks, *counts} != {num_ranks} or min(numbers) <= 0:
             raise PlanError(
                 f"a cluster has a speed above 0 and a memory for each of {num_ranks} ranks, and links "
@@ -102,14 +102,13 @@ def read_cluster(path: str | Path) -> Any:
         raise PlanError(f"cluster={path} is a YAML file, which cannot be read: {error}") from error
 
 
-def orders(data: Mapping[str, Any]) -> Iterator[Cluster]:
+def orders(data: Mapping[str, Any]) -> Iterator[list[Any]]:
     """Other orders of the ranks of a file that is read already: every one of up to ``MOST_ORDERS``, else
     those in which two ranks have changed places."""
     given, counts = list(data["ranks"]), Counter(data["ranks"])
     number = math.factorial(len(given)) // math.prod(map(math.factorial, counts.values()))
-    for ranks in _arrangements(counts) if number <= MOST_ORDERS else _swapped(given):
-        if ranks != given:
-            yield Cluster.of({**data, "ranks": ranks})
+    found = _arrangements(counts) if number <= MOST_ORDERS else _swapped(given)
+    yield from (ranks for ranks in found if ranks != given)
 
 
 def _arrangements(counts: Counter[Any]) -> Iterator[list[Any]]:

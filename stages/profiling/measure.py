@@ -250,10 +250,10 @@ def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5) ->
                     timer.run(block, env, parts)
                 runs.append((timer.seconds(), {number: count() for number, count in timer.zeros.items()}))
                 del timer, env  # which hold all that the layers made
+            graph.model_copy.zero_grad()
             seen, far = observe_step(graph, fresh(inputs))
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
-    graph.model_copy.zero_grad()
     owned = owned_parameters(graph)
     parameters = dict(graph.model_copy.named_parameters())
     return Profile(
@@ -268,6 +268,7 @@ def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5) ->
                 parameter_bytes=sum(parameters[name].nbytes for name in owned[i]),
                 saved_bytes=seen.saved[i][0],
                 packed_bytes=seen.saved[i][1],
+                trained_bytes=sum(p.nbytes for p in map(parameters.__getitem__, owned[i]) if p.requires_grad),
             )
             for i, layer in enumerate(graph.train.layers)
         ),

@@ -54,7 +54,8 @@ class Intermediate:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """One layer: seconds per micro-batch, parameters it is the first to use, bytes kept for its backward, and
-    what is left of these without their zeros; None where nobody looked."""
+    what is left of these without their zeros; None where nobody looked. ``trained_bytes``: of the parameters
+    that are not frozen, None: all."""
 
     name: str
     module: str
@@ -65,6 +66,7 @@ class LayerProfile:
     parameter_bytes: int
     saved_bytes: int
     packed_bytes: int | None = None
+    trained_bytes: int | None = None
 
 
 def sizes_of(layers: Sequence[LayerProfile]) -> dict[str, int]:
@@ -155,10 +157,7 @@ class Profile:
             else dataclasses.replace(value, num_bytes=round(times * value.num_bytes))
             for value in self.values
         ]
-        shapes = (
-            (samples, *rest) if first == self.num_samples else (first, *rest)
-            for first, *rest in self.input_shapes
-        )
+        shapes = ((samples, *x[1:]) if x and x[0] == self.num_samples else x for x in self.input_shapes)
         known = {"layers": tuple(layers), "values": tuple(values), "input_shapes": tuple(shapes)}
         kept = (dataclasses.replace(x, num_bytes=round(times * x.num_bytes)) for x in self.intermediates)
         known["intermediates"] = tuple(kept)

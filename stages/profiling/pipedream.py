@@ -11,7 +11,9 @@ from pathlib import Path
 from ...compression.errors import PlanError
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-_NODE = re.compile(r"^(\S+) -- (.*?) -- " + ", ".join(rf"{name}=([^,]+)" for name in _FIELDS))
+_NODE = re.compile(
+    r"^(\S+) -- (.*?) -- " + ", ".join(rf"{name}=([^,]+?)" for name in _FIELDS) + r"(?: -- .*)?$"
+)
 _EDGE = re.compile(r"^\s+(\S+) -- (\S+)\s*$")
 
 

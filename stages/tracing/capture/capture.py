@@ -107,7 +107,7 @@ def capture(
                 with contextlib.suppress(Different):
                     moves, fixed = moving_as(known.nodes, recorder.graph, samples), known.fixed
                     break
-            if not runs.chosen:
+            if not runs.chosen and not _counts(recorder.graph):
                 others, moves = runs.on_other_data_and_sizes(recorder.graph, copies, example, applied)
             if not others:
                 runs.hold_to_other_data(recorder, copies, example, applied)
@@ -183,8 +183,8 @@ class _Runs:
     ) -> tuple[dict[int, fx.Graph], dict[fx.Node, Any]]:
         """Runs at other sizes on other data, the first with other weights; which numbers move with the size.
 
-        None unless all go the way of ``graph``: then runs that differ in one thing tell what it depends
-        on."""
+        Both are empty unless all go the way of ``graph``: then runs that differ in one thing tell what it
+        depends on."""
         samples, found = self.call.samples_of(example), dict[int, fx.Graph]()
         with contextlib.suppress(Exception):
             for seed, size in enumerate(_other_sizes(samples), 1):
@@ -192,9 +192,8 @@ class _Runs:
                 found[size] = self.again(copies(shifted=size == samples + 1), data, applied=applied)
                 pairs_of(graph, found[size])
             moves = moving(graph, found, samples, results=True)
-            if not _counts(graph):
-                self.seed = 1
-                return found, moves
+            self.seed = 2  # which was not tried with one sample more
+            return found, moves
         return {}, {}
 
     def hold_to_other_data(

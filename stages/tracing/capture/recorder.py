@@ -358,7 +358,8 @@ class Recorder(Nodes, TorchFunctionMode):
             masks = (t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:]))
             by_mask = name == "__getitem__" and any(masks)
             repeats = name == "repeat_interleave" and len(tensors_in((args, kwargs))) > 1
-            if name in _COUNTS or by_mask or repeats or (name == "where" and len(args) == 1):
+            by_value = repeats or (name == "one_hot" and len(args) + len(kwargs) == 1)
+            if name in _COUNTS or by_mask or by_value or (name == "where" and len(args) == 1):
                 node.meta["counts"] = True
         elif any(isinstance(leaf, fx.Node) for leaf in tree_leaves(given)):
             self.refuse_chance(given)

@@ -91,7 +91,7 @@ def test_sums_go_on_with_other_replicas_and_from_a_checkpoint_that_knew_stages_o
     del before["of_ranks"]
     resumed, fewer = Totals(num_stages=2), Totals(num_stages=1)
     resumed.load(before)
-    assert vars(resumed) == vars(totals) | {"predicted": {}}
+    assert vars(resumed) == vars(totals) | {"predicted": {}, "here": 0}
     both = (one.stages[0], dataclasses.replace(one.stages[0], rank=2)), one.stages[1:]
     resumed.add(dataclasses.replace(one, replicas=both))
     assert [total["compute_seconds"] for total in resumed.of_ranks[0]] == [0.8, 0.4]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from commands import SMALL, refusal, same_model, trained
 from profiles import NET, layer_of, profile_of, value_of
 
@@ -177,14 +178,22 @@ def test_the_best_other_plans_stand_beside_a_plan_shortest_first_and_none_that_d
 def test_a_cluster_is_tried_in_other_orders_and_without_a_rank_that_holds_it_up():
     file = {
         "ranks": ["fast", "slow", "fast"],
-        "devices": {"fast": {}, "slow": {"speed": 0.01}},
-        "links": {"default": "1Gbit"},
+        "devices": {"fast": {}, "slow": {"speed": 0.01}, "far": {}},
+        "links": {"fast-slow": "1Gbit", "fast-fast": "1Gbit", "slow-far": "1Gbit"},
     }
-    options: dict[str, Any] = OPTIONS | {"cluster": Cluster.of(file), "ranks": None}
+    options: dict[str, Any] = OPTIONS | {"cluster": Cluster.of(file), "ranks": 3}
     profile = even(4)
     seconds, found = alternatives(partition(profile, **options), profile, options, file=file)
     assert found[0].typed == "ranks: [fast, fast]"
     assert found[0].seconds < seconds / 10
+    assert len({one.typed for one in found}) == len(found)
+    chain = {**file, "ranks": ["fast", "slow", "far"]}  # nobody knows a link from fast to far
+    options["cluster"] = Cluster.of(chain)
+    typed = [
+        one.typed for one in alternatives(partition(profile, **options), profile, options, file=chain)[1]
+    ]
+    assert "ranks: [far, slow, fast]" in typed
+    assert not [name for name in typed if "fast, far" in name or "far, fast" in name]
 
 
 def test_a_plan_is_made_from_a_profile_without_model_or_data(tmp_path, monkeypatch, capsys):
@@ -192,8 +201,10 @@ def test_a_plan_is_made_from_a_profile_without_model_or_data(tmp_path, monkeypat
     assert command.run(["plan", *job.split(), "hydra.run.dir=first"]) == 0
     for home, name in ((planning, "trace"), (build, "model"), (build, "samples")):
         monkeypatch.setattr(home, name, None)
-    again = f"{job} profile=first/profile.json"
+    torch.set_num_threads(2)
+    again = f"{job.replace('threads=1 ', '')} profile=first/profile.json"
     assert command.run(["plan", *again.split(), "hydra.run.dir=again"]) == 0
+    assert torch.get_num_threads() == 1  # those of the profile, for what is measured of the optimizer
     first, second = (Plan.load(f"{folder}/plan.json") for folder in ("first", "again"))
     assert second.cuts == first.cuts
     assert [x.forward_seconds for x in second.stages] == [x.forward_seconds for x in first.stages]
