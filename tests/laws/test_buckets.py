@@ -55,7 +55,7 @@ else:
             os.kill(os.getpid(), signal.SIGKILL)
     state = pipe.state_dict()["model"]
     pipe.close()
-if state:  # of rank 0
+if how == "plain" or pipe.rank == 0:  # which has the whole state
     save_file({name: tensor.clone() for name, tensor in state.items()}, file)
 """
 RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
