@@ -117,12 +117,15 @@ class OneHot(nn.Module):
         return nn.functional.one_hot(x)
 
 
-def test_a_result_that_is_as_long_as_a_value_says_is_refused():
+@pytest.mark.parametrize(
+    "leaves", [(), ["hot"]], ids=["a function", "a layer"]
+)  # the layer shows shapes alone
+def test_a_result_that_is_as_long_as_a_value_says_is_refused(leaves):
     model = model_of(
         lambda self, x: self.last(self.hot(x).float().sum(-1, True)), hot=OneHot(), last=nn.Linear(1, 2)
     )
     with pytest.raises(PlanError, match="the shape of hot depends on the data in module hot"):
-        penstock.trace(model, (torch.tensor([0, 0, 1, 0]),))
+        penstock.trace(model, (torch.tensor([0, 0, 1, 0]),), leaves=leaves)
 
 
 def test_what_chooses_by_value_is_one_layer_by_itself_and_the_graph_says_why():
