@@ -259,13 +259,9 @@ class GlooTransport:
         except RuntimeError as error:
             way = f"{num_bytes:,} bytes from stage {message.source} to stage {message.target}"
             known, reason = self.world.notices.peer_failures(), of_gloo(error)
-            limit = f"rank {rank} within {self.deadline.total_seconds():g} s"
-            if known:
-                reason = known
-            elif re.search("reset by peer|closed by peer|Broken pipe", reason):
-                limit, lost = (
-                    f"rank {rank}",
-                    "its process has ended or was killed (if nobody did that, memory ran out)",
-                )
+            limit = f" within {self.deadline.total_seconds():g} s"
+            if not known and re.search("reset by peer|closed by peer|Broken pipe", reason):
+                limit, lost = "", "its process has ended or was killed (if nobody did that, memory ran out)"
                 reason = f"{lost}, {reason}; train again, from a checkpoint with resume=auto"
-            raise TransportError(f"{message}, {way}, {what} {limit}: {reason}") from error
+            found = f"{what} rank {rank}{limit}: {known or reason}"
+            raise TransportError(f"{message}, {way}, {found}") from error

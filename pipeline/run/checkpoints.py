@@ -192,20 +192,22 @@ def find(source: Path, typed: str) -> list[Path]:
 
 def first_whole(folders: list[Path], read: Callable[[Path], Any], tell: Callable[[str], None]) -> Any:
     """Read the first of some checkpoints that is not damaged, and say which were; raises CheckpointError."""
-    for number, folder in enumerate(folders, 1):
+    *newer, last = folders
+    tail = "; take an earlier checkpoint"
+    for folder in newer:
         try:
             return read(folder)
         except CheckpointError as error:
-            sentence = str(error).removesuffix("; take an earlier checkpoint")
-            if number == len(folders):
-                if number == 1 or sentence == str(error):
-                    raise
-                raise CheckpointError(
-                    f"{sentence}, and so are the {number - 1} after it; there is no other checkpoint: take "
-                    "one from a copy, or begin anew"
-                ) from error
-            tell(f"{sentence}; the checkpoint before is taken")
-    raise AssertionError("a run has a checkpoint")
+            tell(f"{str(error).removesuffix(tail)}; the checkpoint before is taken")
+    try:
+        return read(last)
+    except CheckpointError as error:
+        if not newer or not str(error).endswith(tail):
+            raise
+        raise CheckpointError(
+            f"{str(error).removesuffix(tail)}, and so are the {len(newer)} after it; there is no other "
+            "checkpoint: take one from a copy, or begin anew"
+        ) from error
 
 
 def write_model(pipe: Pipeline, path: Path, *, before: Callable[[], object]) -> None:

@@ -6,7 +6,6 @@ are written as such; where one follows no rule, each size is recorded when it co
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -101,7 +100,7 @@ def moving(
             rest = iter(numbers)
             found[node] = mapped(facts, int, lambda _, rest=rest: next(rest))
         if results:
-            collections.deque(_rules(node, shapes_of, samples, twins), maxlen=0)
+            list(_rules(node, shapes_of, samples, twins))
     return found
 
 
