@@ -91,7 +91,7 @@ def state_per_byte(optimizer: Make) -> float | None:
     return sum(item.nbytes for item in kept if item.dim()) / weight.nbytes
 
 
-def update_seconds(optimizer: Make, *, num_bytes: int = 32 << 20, repeats: int = 3) -> float | None:
+def update_seconds(optimizer: Make, *, num_bytes: int = 16 << 20, repeats: int = 3) -> float | None:
     """Seconds that an optimizer updates for each byte of its parameters, measured on the CPU on more than
     caches hold. None: no telling."""
     named = [(f"weight{n}", torch.nn.Parameter(torch.zeros(512, 512))) for n in range(num_bytes >> 20)]

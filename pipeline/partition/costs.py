@@ -56,8 +56,7 @@ class Costs:
         self.updates, self.sharded = updates, sharded
         self.speeds = cluster.speeds if cluster else ()
         self.budgets: Sequence[int | None] = cluster.memory if cluster else ()
-        budget = max((one for one in self.budgets if one is not None), default=budget)
-        self.most = budget
+        budget = self.most or budget
         self.profile, self.copies, self.rate, self.budget = profile, copies, rate, budget
         self.recompute, self.prefetches, self.replicas = recompute, prefetches, replicas
         layers = profile.layers
@@ -99,12 +98,17 @@ class Costs:
         slower = map(max, self.forward_bytes, self.backward_bytes)
         return [round(8 * num_bytes * PICOSECONDS / rate) if rate else 0 for num_bytes in slower]
 
+    @property
+    def most(self) -> int:
+        """The largest budget of a cluster."""
+        return max(filter(None, self.budgets), default=0)
+
     def _needed(self, num_bytes: int, rank: int) -> int:
-        """The budget with its margin in the largest one's measure: where a rank has half of it, twice."""
+        """The budget with its margin, scaled to the largest one: twice as much for a rank of half."""
         if not self.budgets:
             return with_margin(num_bytes)
         own = self.budgets[rank]
-        return 0 if own is None or self.most is None else -(-with_margin(num_bytes) * self.most // own)
+        return 0 if own is None else -(-with_margin(num_bytes) * self.most // own)
 
     def _of_parts(self, saved: Sequence[int]) -> list[int]:
         """Of each layer, what its part saves that runs again; 0 where it runs once."""

@@ -396,10 +396,10 @@ def _cut(
             f"memory={memory} on each of {ranks} ranks holds no legal cut of the model; {budget} that does "
             f"is memory={needed} ({show_bytes(needed)}); raise memory or ranks"
         )
-        if costs.budgets:
+        if costs.most:
             sentence = (
-                f"the memory of the cluster, {show_bytes(costs.most or 0)} on its largest rank, holds no "
-                f"legal cut of the model; {needed / (costs.most or 1):.3g} times as much on each rank does; "
+                f"the memory of the cluster, {show_bytes(costs.most)} on its largest rank, holds no "
+                f"legal cut of the model; {needed / costs.most:.3g} times as much on each rank does; "
                 "raise it, or add a device"
             )
         raise TooSmall(
