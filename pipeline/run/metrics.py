@@ -96,9 +96,6 @@ class Totals:
         if not kept:
             return
         some = copy.deepcopy(dict(kept))
-        if "stages" in some:  # of one that knows no ranks of a stage
-            some |= {"of_ranks": [[one] for one in some.pop("stages")], "predicted": {}}
-            some["ranks"] = [[rank] for rank in some["ranks"]]
         if len(some["of_ranks"]) != len(self.of_ranks):
             some = {name: some[name] for name in OF_ALL_STAGES}
         vars(self).update(some | {"here": 0})

@@ -43,7 +43,7 @@ from .determinism import place
 from .early import program
 from .losses import CROSS_ENTROPY, OF_MODEL
 from .run_folder import RunFolder
-from .schedule_comparison import Comparison, compare, simulated
+from .schedule_comparison import Comparison, compare
 from .timeline import Panel, draw, perfetto_trace
 
 
@@ -59,8 +59,8 @@ def first_batch(config: PlanConfig, samples: Samples) -> tuple[Example, Any]:
     inputs, targets = next(training_batches(config, samples))
     model = config.model
     ours = model.get("_target_", "").startswith(OURS) or "num_classes" in model
-    number = model.get("num_classes") or samples.describe.num_classes
-    _check_labels(config, targets, number if ours else None)
+    num_classes = model.get("num_classes") or samples.describe.num_classes
+    _check_labels(config, targets, num_classes if ours else None)
     given = inputs if isinstance(inputs, tuple | dict) else (inputs,)
     number = min(config.micro_batches, len(tree_leaves(given)[0]))
     return tree_map(lambda tensor: tensor.tensor_split(number)[0].clone(), given), targets
@@ -134,14 +134,14 @@ def check_batches(config: TrainConfig, plan: Plan, samples: Samples) -> None:
         )
 
 
-def save_step(folder: RunFolder, plan: Plan, spans: Sequence[Span], *, title: str) -> None:
-    """Write ``timeline.png``, the step as the plan predicts it above the measured one, and
+def save_step(folder: RunFolder, plan: Plan, panel: Panel, spans: Sequence[Span], *, title: str) -> None:
+    """Write ``timeline.png``, the simulated step of the plan above the measured one, and
     ``timeline.json``."""
     link = "no time on the links" if plan.link is None else f"links of {show_rate(plan.link)}"
     link = link if plan.cluster is None else f"cluster {plan.cluster}"
     known = "layers and optimizer" if any(stage.update_seconds for stage in plan.stages) else "layers"
     above = f"predicted by the plan: {known} as measured before the run, {link}"
-    predicted = dataclasses.replace(simulated(plan)[1], title=above)
+    predicted = dataclasses.replace(panel, title=above)
     draw([predicted, Panel(title="measured", spans=spans)], folder.timeline, title=title)
     save_json(folder.trace, perfetto_trace(spans, title=title))
 
@@ -159,18 +159,13 @@ def decide(config: PlanConfig, profile: Profile, options: dict[str, Any] | None 
     """Return the plan for ``config`` and what was measured of the model; ``options``: ``partition_options``,
     where they were measured already."""
     options = options or partition_options(config)
-    if config.schedule == AUTO:
-        return _best_schedule(config, profile, options).chosen.plan
     try:
-        plan = partition(
-            profile,
-            schedule=config.schedule,
-            weights=config.weights,
-            prediction=config.prediction,
-            error_feedback=config.error_feedback,
-            program=program(config.program),
-            **options,
-        )
+        if config.schedule == AUTO:
+            plan = _best_schedule(config, profile, options).chosen.plan
+        else:
+            names = ("schedule", "weights", "prediction", "error_feedback")
+            asked = {name: getattr(config, name) for name in names}
+            plan = partition(profile, program=program(config.program), **asked, **options)
     except TooSmall as error:  # in the spelling of options
         raise PlanError(str(error).replace("memory=", "memory.device=")) from error
     if config.replicas.idle and plan.num_ranks < config.ranks:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...stages.units import show_seconds
 from ..schedules.simulate import seconds_of_update
-from .schedule_comparison import simulated
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
     from .metrics import Totals
+    from .timeline import Panel
 
 OFF = 0.15  # a step that differs by more is explained
 LEAST = 3  # steps on whose mean anything can be said
@@ -20,17 +20,17 @@ SHARE = 0.5  # of the difference, which a term must have to explain it
 Rates = Mapping[tuple[int, int], float]
 
 
-def compare(plan: Plan, totals: Totals, *, rates: Rates | None) -> dict[str, Any] | None:
+def compare(plan: Plan, panel: Panel, totals: Totals, *, rates: Rates | None) -> dict[str, Any] | None:
     """Return a step as the plan predicts it and as the steps after the first were on the mean.
 
-    Args:   rates: measured bytes per second from rank to rank; None: not measured.
+    Args:   panel: the simulated step of the plan.
+            rates: measured bytes per second from rank to rank; None: not measured.
     Returns: ``step_seconds``, and of every stage the seconds of a rank: ``compute`` (of micro-batches, with
         packing where it is measured), ``transfer`` (its frames on their links), ``waiting`` (for frames), as
         ``[predicted, measured]``, the latter None where nobody knows; ``off``: why the step differs, None
         where it does not, or where the steps are few. None for a run without steps."""
     if not totals.steady_steps:
         return None
-    panel = simulated(plan)[1]
     stages, updates = [], []
     for number, (stage, ranks) in enumerate(zip(plan.stages, totals.ranks, strict=True)):
         one, several = totals.of_step(number), len(ranks)

@@ -41,6 +41,7 @@ from .metrics import Totals, numbers_of_test, step_line, summarise
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
 from .resume import position, take_over
 from .run_folder import RunFolder
+from .schedule_comparison import simulated
 from .tables import foretell, overrun
 
 BETWEEN = 10  # batches of a test; an exchange behind each would cost small ones a tenth of their time
@@ -333,15 +334,18 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
     if mark is None:
         return
     with keeping(folder.model):
+        _, panel = simulated(plan)
         if spans:  # a run that goes on may have had no step left
             stream = f" weights={plan.weights}{' prediction=true' * plan.prediction}" * plan.streams
             stream += " error_feedback=true" * plan.error_feedback
             job = f"schedule={plan.schedule}{stream} micro_batches={plan.micro_batches}"
             job += f" stages={plan.num_stages} ranks={plan.num_ranks}"
-            save_step(folder, plan, spans, title=f"{model_name(config)}, step {pipe.num_steps - 1}: {job}")
+            save_step(
+                folder, plan, panel, spans, title=f"{model_name(config)}, step {pipe.num_steps - 1}: {job}"
+            )
         facts = {"ranks": plan.num_ranks, "threads": config.threads, "cores": cores(), "codec": plan.codec}
         facts |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
-        facts |= {"prediction": prediction.compare(plan, totals, rates=pipe.policy.rates)}
+        facts |= {"prediction": prediction.compare(plan, panel, totals, rates=pipe.policy.rates)}
         facts |= {"resumed_from": resumed, "data": data, "ended_early": judge.ended or None}
         save_json(folder.summary, summarise(totals, plan, sizes=sizes, test=test, **facts))
 

@@ -10,12 +10,14 @@ from penstock import partition
 from penstock.pipeline.run import tables
 from penstock.pipeline.run.metrics import Totals
 from penstock.pipeline.run.prediction import compare
+from penstock.pipeline.run.schedule_comparison import simulated
 
 # A micro-batch takes 3 ms in each of two stages, and 1000 bytes pass a cut in 1 ms each way.
 LAYERS = [layer_of(name, size=4) for name in "ab"]
 PLAN = partition(
     profile_of(LAYERS, [value_of(0, [1])]), cuts=["a"], micro_batches=2, link=8_000_000, schedule="gpipe"
 )
+PANEL = simulated(PLAN)[1]
 MEASURED = {"rates": {(0, 1): 500_000.0, (1, 0): 250_000.0}}
 STEP = 0.011  # a forward, a link, two forwards, a backward, a link, two backwards of 2 ms
 
@@ -32,7 +34,7 @@ def found(*, seconds, worked=(0.006, 0.006), computed=None, waited=(0.0, 0.0), s
     totals = Totals(num_stages=2)
     for one in (first, *[dataclasses.replace(report(1, seconds=seconds), stages=stages)] * steps):
         totals.add(one)
-    told = compare(PLAN, totals, **(rates or MEASURED))
+    told = compare(PLAN, PANEL, totals, **(rates or MEASURED))
     assert told is not None
     return told
 
@@ -52,7 +54,7 @@ def test_every_term_of_a_stage_is_told_as_planned_and_as_measured_after_the_firs
 
 def test_who_has_not_measured_the_links_and_a_run_without_steps_say_so():
     assert [one["transfer"][1] for one in found(seconds=STEP, rates=None)["stages"]] == [None, None]
-    assert compare(PLAN, Totals(num_stages=2), rates=None) is None
+    assert compare(PLAN, PANEL, Totals(num_stages=2), rates=None) is None
 
 
 OFF = [
@@ -83,7 +85,7 @@ def test_a_resumed_run_is_measured_anew():
     resumed.load(vars(totals))
     for seconds in (5.0, 2.0, 2.0):  # the first step of a process is slow
         resumed.add(report(seconds=seconds))
-    told = compare(PLAN, resumed, rates=None)
+    told = compare(PLAN, PANEL, resumed, rates=None)
     assert told is not None
     assert told["step_seconds"][1] == 2.0
 

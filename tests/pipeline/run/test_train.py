@@ -158,9 +158,9 @@ def test_versions_of_the_weights_are_asked_for_planned_and_kept_to(capfd):
 def test_the_run_folder_holds_what_is_promised_and_the_timeline_every_instruction(capsys, monkeypatch):
     drawn, save = [], planning.save_step
 
-    def save_step(folder, plan, spans, *, title):
+    def save_step(folder, plan, panel, spans, *, title):
         drawn.append((list(spans), title))
-        save(folder, plan, spans, title=title)
+        save(folder, plan, panel, spans, title=title)
 
     monkeypatch.setattr(training_loop, "save_step", save_step)
     trained(f"{ALONE} hydra.run.dir=run")
