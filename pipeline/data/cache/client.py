@@ -187,10 +187,10 @@ class Client:
         self._ask(lambda link: link.send(Kind.DROP, wire.pack_words(index), stamp), None)
 
     def close(self) -> None:
-        """End the connection; the next call would make a new one."""
+        """End the connection; the next call makes a new one, and waits for it as for the first."""
         if self._link is not None:
             self._link.close()
-        self._link = None
+        self._link, self._is_new = None, True
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # whoever forgot to close it, or an interpreter that ends
@@ -213,7 +213,7 @@ class Client:
     def _begin_here(self) -> None:
         """Close, in a child, the copies of what belongs to the parent."""
         self.close()
-        self._next_try, self._is_new = 0.0, True
+        self._next_try = 0.0
 
     def _check(self, num_samples: int) -> None:
         """Do without the cache from now on if the data set has grown: the broker would refuse the number."""
@@ -273,9 +273,8 @@ class Client:
 
     def _disconnect(self, why: str) -> None:
         """Go on without the broker, for a second at least."""
-        self._is_new = False
-        self._next_try = time.monotonic() + _RETRY_SECONDS
         self.close()
+        self._next_try, self._is_new = time.monotonic() + _RETRY_SECONDS, False
         if not self._has_told:
             self._has_told = True
             self._tell(f"training goes on without the sample cache: {why}")

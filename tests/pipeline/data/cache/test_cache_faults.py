@@ -283,6 +283,21 @@ def test_a_stopped_broker_stops_nobody_for_long_and_is_used_again_when_it_goes_o
     assert f"{path} does not answer" in told[0]
 
 
+def test_whoever_closed_a_connection_waits_for_the_next_as_for_the_first(path):
+    told = Said()
+    with broker_process(path) as broker:
+        one = begun(path, tell=told)
+        fill(one, [1])
+        one.close()
+        os.kill(broker.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, broker.pid, os.WSTOPPED | os.WNOWAIT)
+        busy = threading.Timer(0.5, os.kill, [broker.pid, signal.SIGCONT])
+        busy.start()
+        one.use([1])
+        busy.join()
+    assert told == []
+
+
 def test_nobody_who_is_given_the_memory_can_write_or_shrink_it():
     """Not even by opening it anew; without these seals of Linux 5.1 only the descriptor would hold."""
     with contextlib.closing(SharedMemory(4 * PAGE)) as memory:
