@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .pipeline.network_definition import from_layers as from_layers
     from .pipeline.partition.partition import partition as partition
     from .pipeline.pipeline import Pipeline as Pipeline
+    from .pipeline.run.replay import replay as replay
     from .pipeline.runtime.report import Report as Report
     from .stages.memory.byte_budget import MemoryOptions as MemoryOptions
     from .stages.memory.disk import DiskOptions as DiskOptions
@@ -92,6 +93,7 @@ _HOMES = {
     "Report": "pipeline.runtime.report",
     "init": "pipeline.distributed.launcher",
     "in_threads": "pipeline.distributed.threads",
+    "replay": "pipeline.run.replay",
     "cached": "pipeline.data.cached",
 }
 

@@ -18,7 +18,8 @@ seed=N                    of what is drawn: the steps, and for each another cut,
 Each step is repeated in this process from the newest checkpoint at or before it, or from the beginning
 (checkpoint.keep= keeps more of them), and compared with what is on record. The exit code is 0 where all are
 the same, else 1. A step that differs is repeated a second time: if that has the same other bits, the run
-computed otherwise, else this machine does not repeat itself."""
+computed otherwise, and the ranks and hosts are named that computed the gradient or update which differs
+first (world.jsonl); else this machine does not repeat itself."""
 
 REPEATS = (
     "a second replay has the same bits: the run computed otherwise, or its code, data or versions were others"
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"{key}={value}: penstock audit takes steps= and seed=, numbers; try steps=20")
         numbers[key] = int(value)
     from ..pipeline.run import console
+    from ..pipeline.run.digests import computed_by
     from ..pipeline.run.replay import audited
 
     wrong = 0
@@ -46,4 +48,6 @@ def main(arguments: Sequence[str]) -> int:
         if audit.difference:
             wrong += 1
             print(f"  {REPEATS if audit.repeats else PARTS}")
+            if audit.repeats and (who := computed_by(run, audit.difference)):
+                print(f"  {who}")
     return int(wrong > 0)

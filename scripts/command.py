@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Any
 
@@ -63,6 +64,9 @@ def run(arguments: list[str], **how: Any) -> int:
         refusal = unloadable(error) if isinstance(error, ImportError) else error
         print(f"penstock: {' '.join(str(refusal).split())}", file=sys.stderr)
         return REFUSED
+    except BrokenPipeError:  # whoever read what this prints has ended, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return STOPPED + signal.SIGPIPE
     except KeyboardInterrupt as stop:
         if not os.environ.get("RANK", "0").strip("0"):  # of a launcher's ranks the first one tells
             print(f"penstock: {stopping.sentence(stop)}", file=sys.stderr)

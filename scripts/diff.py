@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..compression.errors import ConfigError
-from .command_line import asks_for_help
+from ..stages.files import refusing
+from .command_line import asks_for_help, find_own_modules
+
+if TYPE_CHECKING:
+    from ..pipeline.run.digests import Difference
 
 HELP = """\
-penstock diff RUN RUN
+penstock diff RUN RUN [replay=true]
 
 RUN                       the folder of a run that was trained with digest.every=
+replay=true               repeat both runs from their checkpoints up to that step, as penstock replay does:
+                          finds the first step where not every step is on record, and in it the first layer
+                          whose output or gradient differs; draws RUN/replay/diff_step_N.png
 
 Says the first step on record whose digests differ, what differs in it (the loss, gradients, optimizer
 state, weights) and in which layers, then the options and versions in which the runs differ. The exit
@@ -23,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     if asks_for_help(arguments):
         print(HELP)
         return 0
+    again = "replay=true" in arguments
+    arguments = [word for word in arguments if word != "replay=true"]
     for word in arguments:
         if word.startswith("-") or not Path(word).is_dir():
             raise ConfigError(f"{word} is no folder of a run; write penstock diff RUN RUN")
@@ -33,6 +43,29 @@ def main(arguments: Sequence[str]) -> int:
     one, other = map(Path, arguments)
     difference, number = first_difference(one, other)
     print(difference or f"the same digests in all {number} steps that both have on record")
+    if difference and again:
+        _replay(one, other, difference)
     for option, effect in options_that_differ(one, other):
         print(f"  {option}: {effect}")
     return int(difference is not None)
+
+
+def _replay(one: Path, other: Path, known: Difference) -> None:
+    """Print where replays of both runs part, and draw it."""
+    from ..pipeline.run import console
+    from ..pipeline.run.layer_tensors import draw_differences, where_they_part
+    from ..pipeline.run.replay import compared
+
+    find_own_modules()
+    difference, ours, theirs = compared(one, other, known, tell=console.warn)
+    if difference is None:
+        print("  replays of both are the same: a run computed otherwise, or its code or data were others")
+        return
+    if difference.step != known.step:
+        print(f"replayed: {difference}")
+    print(f"  replayed: {where_they_part(ours, theirs)}")
+    path = one / "replay" / f"diff_step_{difference.step}.png"
+    with refusing(path.parent):
+        path.parent.mkdir(exist_ok=True)
+    draw_differences(ours, theirs, path, title=f"Step {difference.step} of {one} and {other}")
+    print(f"  {console.short(path)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
 
 NOT_FINITE = "nan"
 HELP = """\
-penstock replay RUN step=N [show=NAME] [KEY=VALUE ...]
+penstock replay RUN step=N [show=NAME] [break=NAME] [KEY=VALUE ...]
 
 RUN                       the folder of a run of penstock train, synchronous and with a lossless codec
 step=N                    the step to repeat, as metrics.jsonl counts them; nan: the first whose loss is no
                           number, with the layer in which it came up
-show=NAME                 print figures of the weights, gradients and optimizer state under this name behind
-                          the step, and write them to RUN/replay/step_N.safetensors
+show=NAME                 print figures of what the layer or module of this name returned for each
+                          micro-batch, of its gradient, and of the weights, gradients and optimizer state
+                          after the step; write them to RUN/replay/step_N.safetensors, drawn to step_N.png
+break=NAME                open a debugger (pdb) in the step before the layer or module of this name
 KEY=VALUE                 options of penstock train, such as stages=3 schedule=gpipe; default: one stage
 
 The replay runs in this process, from the newest checkpoint at or before the step, or from the beginning.
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     run, options = run_and_options(arguments, "penstock replay RUN step=N")
-    step, name = options.pop("step", None), options.pop("show", None)
+    step, name, stop = (options.pop(key, None) for key in ("step", "show", "break"))
     if step is None or not (step.isdecimal() or step == NOT_FINITE):
         raise ConfigError(f"step= is a number of a step, or nan, found {step}; write step=0 for the first")
     from ..pipeline.run import console
@@ -47,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     typed = [f"{key}={value}" for key, value in options.items()]
     compared, repeated = 0, None
     try:
-        with contextlib.closing(replayed(run, number, typed, tell=console.warn)) as steps:
+        steps = replayed(run, number, typed, tell=console.warn, show=name, stop=stop)
+        with contextlib.closing(steps):
             for repeated in steps:
                 compared += repeated.is_recorded
                 if repeated.difference or repeated.step == number:
@@ -57,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
             if name:
                 show(repeated, name, run / "replay" / f"step_{repeated.step}.safetensors")
     except StageError as error:
+        if _was_left(error):
+            return 1
         if step != NOT_FINITE or "detect_anomaly" not in str(error):
             raise
         print(error)
@@ -64,6 +70,11 @@ def main(arguments: Sequence[str]) -> int:
     if step == NOT_FINITE:
         print("every value was finite this time: the run computed otherwise, or its code or data were others")
     return int(repeated.difference is not None or step == NOT_FINITE)
+
+
+def _was_left(error: BaseException | None) -> bool:
+    """Return whether an error comes of q in the debugger."""
+    return error is not None and (isinstance(error, bdb.BdbQuit) or _was_left(error.__cause__))
 
 
 def _sentence(repeated: RepeatedStep, compared: int) -> str:

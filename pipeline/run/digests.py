@@ -7,6 +7,7 @@ the plain loop, so two runs that cut, schedule and pack in other ways have the s
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,16 +76,24 @@ def check_plan(plan: Plan) -> None:
 
 
 def record_digests(
-    pipe: Pipeline, log: JsonLog, *, every: int, tell: Callable[[str], None]
+    pipe: Pipeline, log: JsonLog, *, every: int, tell: Callable[[str], None], world: JsonLog | None = None
 ) -> Callable[[Report], None]:
-    """Return what writes a line behind every so manyth step; collective."""
+    """Return what writes a line behind every so manyth step, and once into ``world`` the host of each rank,
+    its stages and the names that it holds; collective."""
+
+    def gathered(mine: Any) -> list[Any]:
+        return [mine] if pipe.world.is_alone else pipe.world.all_gather_json(mine, at="the digests of a step")
 
     def see(report: Report) -> None:
+        nonlocal world
         if (report.step + 1) % every:
             return
-        rows = [digests_of(pipe)]
-        if not pipe.world.is_alone:
-            rows = pipe.world.all_gather_json(rows[0], at="the digests of a step")
+        rows = gathered(digests_of(pipe))
+        if world is not None:
+            hosts = gathered({"host": socket.gethostname(), "stages": [*pipe.stages]})
+            ranks = [{**host, "names": [*row]} for host, row in zip(hosts, rows, strict=True)]
+            world.append({"step": report.step, "ranks": ranks})
+            world = None
         values: dict[str, list[str | None]] = {}
         for rank, row in enumerate(rows):
             for name, digests in row.items():
@@ -124,7 +133,7 @@ class Difference:
     def reason(self) -> str:
         """Place in a step at which the runs part, by what comes first in it: forward, backward, update."""
         if self.same != (self.step - 1 if self.step else None):
-            return f"not every step up to {self.step} is on record: train again with digest.every=1"
+            return f"not every step up to {self.step} is on record: add replay=true, or use digest.every=1"
         if self.losses:
             return "the forward differs, or its batch: " + (
                 "the weights before it were the same" if self.step else "no weights before it are on record"
@@ -132,6 +141,21 @@ class Difference:
         if gradients := self.names.get("gradients"):
             return f"the backward parts, or its targets: the gradient of {gradients[-1]} came first"
         return "the update parts: its gradients were the same"
+
+
+def computed_by(folder: Path, difference: Difference) -> str:
+    """Name the ranks that hold the first parameter whose gradient, state or value differs, with their stages
+    and hosts; "" where the forward differs, or nothing is on record."""
+    name = next((difference.names[kind][-1] for kind in KINDS[1:] if kind in difference.names), None)
+    path = RunFolder(path=folder).world
+    lines = [line for line in read_lines(path) if line["step"] <= difference.step] if path.is_file() else []
+    if difference.losses or name is None or not lines:
+        return ""
+    ranks = [(rank, one) for rank, one in enumerate(lines[-1]["ranks"]) if name in one["names"]]
+    who = (
+        f"rank {rank} (stage {', '.join(map(str, one['stages']))}) on {one['host']}" for rank, one in ranks
+    )
+    return f"{name} was computed by {' and '.join(who)}"
 
 
 def first_difference(one: Path, other: Path) -> tuple[Difference | None, int]:

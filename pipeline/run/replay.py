@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ from ..checkpoint import Checkpoint, load
 from . import console, early
 from .checkpoints import find, first_whole
 from .digests import Difference, check_plan, first_of, record_digests, recorded, states_of
+from .layer_tensors import LayerTensor, LayerTensors, draw_histograms, stop_before
 from .metrics import read_lines
 from .planning import prepare
 from .resume import flat, kind_of, resolve
@@ -53,22 +56,56 @@ Line = dict[str, Any]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedStep:
     """A step once more: its number and line of digests, whether the run has one on record, the first
-    difference of both, and the pipeline behind it."""
+    difference of both, the pipeline behind it, and copies of what layers returned, if they were asked for."""
 
     step: int
     line: Line
     is_recorded: bool
     difference: Difference | None
     pipe: Pipeline
+    tensors: LayerTensors | None = None
+
+
+def replay(
+    run: str | Path, step: int, *, show: str = "", options: Sequence[str] = ()
+) -> Iterator[LayerTensor]:
+    """Repeat a step of a run in this process and yield what its layers returned, with the gradients.
+
+        for one in penstock.replay("runs/one", step=137, show="layer3"):
+            print(one.layer, one.micro_batch, one.output.std(), one.gradient.abs().max())
+
+    A warning says where the step differs from the digests on record.
+
+    Args:
+        run: Folder of a run of ``penstock train``.
+        step: Number of the step, from 0.
+        show: Layer or module whose tensors are copied; "" copies those of all layers.
+        options: KEY=VALUE as for ``penstock train``, such as ``stages=2``, in the place of the run's own.
+
+    Yields:
+        A tensor with its gradient, by layer as they run, then by micro-batch.
+
+    Raises:
+        ConfigError: The run has no such step, or is not one that can be repeated."""
+    tell = functools.partial(warnings.warn, stacklevel=3)
+    for repeated in replayed(Path(run), step, options, tell=tell, show=show):
+        if repeated.difference:
+            tell(str(repeated.difference))
+        if repeated.step == step and repeated.tensors is not None:
+            yield from repeated.tensors.in_order()
 
 
 def replayed(
-    run: Path, step: int, options: Sequence[str] = (), *, tell: Callable[[str], None]
-) -> Generator[RepeatedStep]:
+    run: Path, step: int, options: Sequence[str] = (), *, tell: Callable[[str], None],
+    begin: int | None = None, show: str | None = None, stop: str | None = None,
+) -> Generator[RepeatedStep]:  # fmt: skip
     """Repeat the steps from the newest checkpoint at or before ``step`` to it; the pipeline is there until it
     ends.
 
     Args:    options: KEY=VALUE as for ``penstock train``, in the place of the run's own.
+             begin: begin at or before this step; None: the last one possible.
+             show: the layer or module of whose tensors copies are taken.
+             stop: the layer or module ahead of which ``step`` opens a debugger.
     Raises:  ConfigError: the run has no such step, or is not one that can be repeated."""
     folder = RunFolder(path=run)
     was, config = _options(folder, options, tell)
@@ -77,7 +114,7 @@ def replayed(
     if step not in steps:
         has = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
         raise ConfigError(f"{run} has {has} in {folder.metrics.name}, found step={step}")
-    config.resume = _source(folder, config, step, tell)
+    config.resume = _source(folder, config, step if begin is None else begin, tell)
     samples = prepare(config)
     for name, mine in folder.held_now(config).items():
         for key, there in getattr(was, name).items():
@@ -100,14 +137,58 @@ def replayed(
         lines: Any = []
         record = record_digests(pipe, lines, every=1, tell=tell)
         same = pipe.num_steps - 1 if pipe.num_steps else None  # behind it stands the checkpoint
+        tensors = None if show is None else LayerTensors(pipe.stages.values(), show)
         for now, index in enumerate(ahead, pipe.num_steps):
+            if tensors is not None:
+                tensors.found.clear()
+            stopped = stop_before(pipe.stages.values(), stop) if stop and now == step else None
             record(pipe.step(*loads.take(index)))
+            if stopped == []:
+                raise ConfigError(f"break={stop}: no layer has this name or lies in a module of it")
             line, is_recorded = lines.pop(), now in on_record
             difference = first_of(on_record, {now: line}, same=same)
             same = now if is_recorded and not difference else same
-            yield RepeatedStep(step=now, line=line, is_recorded=is_recorded, difference=difference, pipe=pipe)
+            yield RepeatedStep(
+                step=now, line=line, is_recorded=is_recorded, difference=difference, pipe=pipe,
+                tensors=tensors,
+            )  # fmt: skip
             if now == step:
                 return
+
+
+def compared(
+    one: Path, other: Path, known: Difference, *, tell: Callable[[str], None]
+) -> tuple[Difference | None, list[LayerTensor], list[LayerTensor]]:
+    """Repeat both runs up to a step at which their digests differ, each from its own checkpoint before the
+    last step that was the same.
+
+    Returns: the first difference between the replays, None if they are the same, and what the layers of both
+             returned in that step."""
+    lines: dict[int, Line] = {}
+    ours, begin = list[LayerTensor](), 0 if known.same is None else known.same + 1
+    for repeated in replayed(one, known.step, tell=tell, begin=begin, show=""):
+        lines[repeated.step], ours = repeated.line, _in_order(repeated)
+    same, difference, theirs = None, None, list[LayerTensor]()
+    with contextlib.closing(replayed(other, known.step, tell=tell, begin=begin, show="")) as steps:
+        for repeated in steps:
+            if repeated.step not in lines:
+                continue
+            same = known.same if same is None and known.same == repeated.step - 1 else same
+            difference, theirs = (
+                first_of(lines, {repeated.step: repeated.line}, same=same),
+                _in_order(repeated),
+            )
+            if difference:
+                break
+            same = repeated.step
+    if difference and difference.step != known.step:
+        for repeated in replayed(one, difference.step, tell=tell, begin=begin, show=""):
+            ours = _in_order(repeated)
+    return difference, ours, theirs
+
+
+def _in_order(repeated: RepeatedStep) -> list[LayerTensor]:
+    return [] if repeated.tensors is None else repeated.tensors.in_order()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,18 +237,19 @@ def _first_difference(
 
 
 def show(repeated: RepeatedStep, name: str, path: Path) -> None:
-    """Print figures of all tensors behind a step whose names begin with ``name``, and write them to ``path``.
+    """Print figures of all tensors of a step under ``name``: what layers returned, then what there is after
+    it; write them to ``path``, and beside it their histograms.
 
     Raises:  ConfigError: there are none."""
-    found: dict[str, Tensor] = {}
+    found = {} if repeated.tensors is None else repeated.tensors.named()
     for full, (tensor, state) in states_of(repeated.pipe).items():
         if f"{full}.".startswith(f"{name}."):
             every = {"weights": tensor, "gradients": tensor.grad, **(state or {})}
             found |= {f"{full} {kind}": one for kind, one in every.items() if isinstance(one, Tensor)}
     if not found:
         names = [*repeated.line["values"]]
-        ends = f"they run from {names[0]} to {names[-1]}"
-        raise ConfigError(f"show={name}: no weight has this name or lies in a module of it; {ends}")
+        ends = f"run from {names[0]} to {names[-1]}"
+        raise ConfigError(f"show={name}: no layer, module or weight has this name; weights {ends}")
     rows = []
     for kind, tensor in found.items():
         if not tensor.numel():
@@ -182,7 +264,9 @@ def show(repeated: RepeatedStep, name: str, path: Path) -> None:
     with refusing(path.parent):
         path.parent.mkdir(exist_ok=True)
     write_tensors(path, {kind: tensor.detach().cpu().contiguous() for kind, tensor in found.items()})
-    print(console.short(path))
+    picture = path.with_suffix(".png")
+    draw_histograms(found, picture, title=f"Step {repeated.step}, {name}")
+    print(f"{console.short(path)}\n{console.short(picture)}")
 
 
 def first_not_finite(run: Path) -> int:

@@ -60,6 +60,7 @@ class RunFolder:
     memory_table = _File("memory.csv")  # what every layer saves for its backward
     metrics = _File("metrics.jsonl")  # one JSON object a step
     digests = _File("digests.jsonl")  # of what each step left, with digest.every=
+    world = _File("world.jsonl")  # which rank on which host held what, from which step on; with the former
     summary = _File("summary.json")  # what the closing table shows
     timeline = _File("timeline.png")  # the last step, drawn
     trace = _File("timeline.json")  # the last step, for ui.perfetto.dev
@@ -136,7 +137,11 @@ class RunFolder:
 
         Args:   resumes: this is that run, which goes on; its metrics stay.
         """
-        begun = () if resumes else (self.metrics, self.timeline, self.trace, self.shares, self.digests)
+        begun = (
+            ()
+            if resumes
+            else (self.metrics, self.timeline, self.trace, self.shares, self.digests, self.world)
+        )
         left = [*(path for path in begun if path.exists()), *self.errors.glob("*")]
         with refusing(self.path):
             for path in left:

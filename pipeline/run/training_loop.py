@@ -312,6 +312,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         with (
             JsonLog(path, tell=tell, first=pipe.num_steps) as metrics,
             JsonLog(folder.digests if first and every else None, tell=tell, first=pipe.num_steps) as digests,
+            JsonLog(folder.world if first and every else None, tell=tell, first=pipe.num_steps) as world,
             shares_log(pipe, folder.shares if first else None, tell=tell) as log_shares,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell, best_step=best_step) as kept,
@@ -322,7 +323,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             kept.notes = lambda: {"config": options, "totals": vars(totals), "judge": judge.state()}
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
             see += [foretell(plan, tell), overrun(plan, tell)]
-            see += [record_digests(pipe, digests, every=every, tell=tell)] if every else []
+            see += [record_digests(pipe, digests, world=world, every=every, tell=tell)] if every else []
             see += [loggers.step, judge.step, kept.after]
             see += [lambda report: stop(report.asked) if report.asked else None, log_shares]
             test = run_epochs(pipe, ahead, batches, judge, see=see, between=between, tested=tested)

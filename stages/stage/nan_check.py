@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,14 @@ UNWRITTEN = frozenset(
 """Functions whose results are memory as it was found."""
 
 _REMEDY = "lower the learning rate, or look at the data of this step"
+
+
+class Checks(Protocol):
+    """Gives a stage something to call in a forward."""
+
+    def watch(self, received: Mapping[int, Any], route: Route) -> Watch:
+        """Return what a forward that begins with ``received`` calls with each layer and its result."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

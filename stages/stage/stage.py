@@ -26,9 +26,9 @@ from ..memory.stores import Store
 from ..tracing.dataflow import Value
 from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, parts_within, run_output
 from ..weight_versions.versions import WeightVersions
-from .nan_check import Guard, Watch
+from .nan_check import Checks, Guard, Watch
 from .recompute import Forward, RecomputedActivations, Section, sections
-from .run_layers import NO_LAYERS, enter, walk
+from .run_layers import NO_LAYERS, Observer, enter, walk
 from .split_backward import Root, Split, run
 from .value_routing import Route
 from .weights_first import Reuse, run_weights_first
@@ -97,7 +97,8 @@ class Stage:
         named = self.parts["train"].named_tensors()
         self.frozen = {name: t for name, t in named if isinstance(t, nn.Parameter) and not t.requires_grad}
         self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch)
-        self.autocast, self.guard = autocast, guard
+        self.autocast = autocast
+        self.guard: Checks | None = guard
         self.weights_first, self.recompute, self.reuse = weights_first, recompute, Reuse()
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
@@ -109,7 +110,8 @@ class Stage:
         self.saved, parameters = KeepOnDevice(), ParameterFilter(tensors, mirror)
         self.again: RecomputedActivations | None = None
         self.sections: dict[int, tuple[Route, dict[str, Section]]] = {}  # of routes
-        self.parameter_observers = self.observers = () if mirror is None else (mirror.layer_done,)
+        self.parameter_observers = () if mirror is None else (mirror.layer_done,)
+        self.observers: tuple[Observer, ...] = self.parameter_observers
         if store is not None:
             self.saved = SavedActivations(
                 store,
@@ -173,7 +175,7 @@ class Stage:
         if self.again is not None:
             self.again.begin(micro_batch, self._forward(values, parts, route, seed))
         with _NOTHING if self.plain else self._inside(micro_batch, batch, tied):
-            running.watch = self.guard and self.guard.watch(received, route)
+            running.watch = None if self.guard is None else self.guard.watch(received, route)
             env = walk(values, parts, observers=self.observers, watch=running.watch, **how)
             sent = {}
             for number, _ in route.sends:

@@ -1,13 +1,18 @@
 """Steps once more: on any cut the digests on record, and where a bit was flipped, its step and its name."""
 
+import io
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import answer, refusal, train, trained
 from planted import PLANTED
 from safetensors.torch import load_file
+
+import penstock
 
 JOB = (
     "model._target_=mine.Net data._target_=mine.data batch_size=8 micro_batches=4 epochs=2 threads=1 "
@@ -44,8 +49,37 @@ def test_a_run_that_was_killed_and_resumed_on_fewer_ranks_is_repeated_on_any_cut
     trained_weights = load_file("run/model.safetensors")
     assert answer("replay run step=15 show=3", capfd)[0] == 0
     shown = load_file("run/replay/step_15.safetensors")
-    assert {name.split()[1] for name in shown} == {"weights", "gradients", "step", "exp_avg", "exp_avg_sq"}
+    assert Path("run/replay/step_15.png").stat().st_size > 10_000
+    kinds = {"weights", "gradients", "step", "exp_avg", "exp_avg_sq"}
+    assert {name.split()[1] for name in shown} == {*kinds, "output,", "output's"}
     assert shown["3.weight weights"].equal(trained_weights["3.weight"])
+    returned = list(penstock.replay("run", 15, show="3", options=["stages=3", "schedule=zb_h1"]))
+    assert [one.micro_batch for one in returned] == [0, 1, 2, 3]
+    for one in returned:
+        assert one.gradient is not None
+        assert one.output.equal(shown[f"_3 output, micro-batch {one.micro_batch}"])
+        assert one.gradient.equal(shown[f"_3 output's gradient, micro-batch {one.micro_batch}"])
+
+
+def test_what_layers_returned_and_its_gradients_make_up_those_of_the_weights(monkeypatch, capfd):
+    trained(f"{JOB} ranks=1 optimizer=sgd hydra.run.dir=run")
+    tensors = {(one.layer, one.micro_batch): one for one in penstock.replay("run", 5)}
+    assert {layer for layer, _ in tensors} == {f"_{number}" for number in range(7)}
+    expected = torch.zeros(4, 16)
+    for number in range(4):
+        gradient = tensors["_6", number].gradient
+        assert gradient is not None
+        expected += gradient.T @ tensors["_5", number].output
+    assert answer("replay run step=5 show=6", capfd)[0] == 0
+    torch.testing.assert_close(load_file("run/replay/step_5.safetensors")["6.weight gradients"], expected)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p layer.name, len(env)\n" + 4 * "c\n"))
+    code, shown, _ = answer("replay run step=5 break=3 stages=2", capfd)
+    assert code == 0
+    assert shown.count("before layer _3") == 4
+    assert "('_3', 1)" in shown
+    for typed in ("q\n", 3 * "s\n" + "q\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        assert answer("replay run step=5 break=3", capfd)[0] == 1
 
 
 def test_a_run_without_checkpoints_or_digests_is_repeated_from_the_beginning(capfd):
@@ -103,6 +137,8 @@ def test_one_flipped_bit_is_found_at_its_step_in_its_gradient(seed, name, monkey
     assert differs.startswith(f"step {step} is the first that differs")
     assert re.search(rf"gradients: 1 differ, {re.escape(name)}\n", shown), shown
     assert "the run computed otherwise" in shown
+    rank = {"0.weight": "0", "3.weight": "[01]", "6.bias": "[12]"}[name]
+    assert re.search(rf"  {re.escape(name)} was computed by rank {rank} \(stage \d\) on \S", shown), shown
     assert answer(f"replay run step={step - 1}", capfd)[0] == 0
     assert answer(f"replay run step={step}", capfd)[0] == 1
 
@@ -160,7 +196,8 @@ REFUSED = {
     "replay run step=nan": "run has none; name a step",
     "replay run step=1 stagse=2": "Key 'stagse' not in 'TrainConfig'",
     "replay run step=1 stages=x": "could not be converted to Integer",
-    "replay run step=1 show=nope": "show=nope: no weight has this name",
+    "replay run step=1 show=nope": "show=nope: no layer, module or weight has this name",
+    "replay run step=1 break=nope": "break=nope: no layer has this name or lies in a module of it",
     "replay run step=1 batch_size=4": "batch_size=4 is another training than run, which had 8",
     "replay run step=1 schedule=async_1f1b": "a replay repeats synchronous steps, found schedule=async_1f1b",
     "replay nowhere step=1": "nowhere is no folder of a run",

@@ -69,6 +69,17 @@ def test_one_wrong_label_is_found_at_its_step_and_where_gradients_begin(capfd):
     assert f"step {first} is the first that differs; step {first - 1} is the same" in shown
     assert "the forward differs, or its batch: the weights before it were the same" in shown
     assert "data.wrong=None and 20: is another training" in shown
+    for folder in ("right", "wrong"):  # as with digest.every=5
+        path = Path(folder, "digests.jsonl")
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[4::5]))
+    code, shown = diff(capfd, "right", "wrong", "replay=true")
+    assert code == 1
+    assert "not every step up to 4 is on record: add replay=true" in shown
+    assert f"replayed: step {first} is the first that differs; step {first - 1} is the same" in shown
+    assert (
+        "replayed: layer _6 (6), in micro-batch 0, is the first with another gradient of its output" in shown
+    )
+    assert Path("right/replay", f"diff_step_{first}.png").stat().st_size > 10_000
 
 
 def changed(folder, step, name, kind):

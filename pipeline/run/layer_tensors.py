@@ -1,0 +1,229 @@
+"""Tensors of a replayed step: copies of what layers return and of its gradients, and a stop before a layer.
+
+Copies are taken where a stage checks for NaN, and change no bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pdb
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...stages.files import save_picture
+from ...stages.stage.nan_check import Watch
+from ...stages.torch_private import is_view, tree_leaves, version_of
+from ...stages.tracing.verify import same_bits
+
+if TYPE_CHECKING:
+    from ...stages.stage.stage import Stage
+    from ...stages.stage.value_routing import Route
+    from ...stages.tracing.layers import Layer
+
+MOST_HISTOGRAMS = 24
+MOST_NAMES = 80  # of layers under a picture
+_COLUMNS = 4
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class LayerTensor:
+    """A tensor that a layer returned for a micro-batch of a step.
+
+    Attributes:
+        layer: Name of the layer, as in ``cuts=``.
+        module: Path of the module that it ran in.
+        stage: Number of the stage, from 0.
+        micro_batch: Number in the step, from 0.
+        output: A copy of the tensor.
+        gradient: Gradient of the loss, times the micro-batch's share, by it; None where none was computed."""
+
+    layer: str
+    module: str
+    stage: int
+    micro_batch: int
+    output: torch.Tensor
+    gradient: torch.Tensor | None = None
+
+
+def is_within(layer: Layer, name: str) -> bool:
+    """Return whether ``name`` is that of the layer, or of a module that it is or runs in; "" is the model."""
+    paths = layer.module, str(layer.node.target) if layer.node.op == "call_module" else ""
+    return not name or layer.name == name or any(f"{path}.".startswith(f"{name}.") for path in paths)
+
+
+class LayerTensors:
+    """Copies of what the layers under ``name`` return from now on, in ``found``, until ``clear``."""
+
+    def __init__(self, stages: Iterable[Stage], name: str) -> None:
+        self.name, self.found = name, list[LayerTensor]()
+        for stage in stages:
+            stage.guard = _Copies(self, stage)
+
+    def copy(self, stage: int, micro_batch: int, layer: Layer, result: Any) -> None:
+        """Take copies of a layer's ``result``, and of its gradients once they are there."""
+        if not is_within(layer, self.name):
+            return
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            one = LayerTensor(
+                layer=layer.name, module=layer.module, stage=stage, micro_batch=micro_batch,
+                output=tensor.detach().clone(),
+            )  # fmt: skip
+            self.found.append(one)
+            # a look at the node of a view that was written to may make it anew, see nan_check.py
+            if tensor.requires_grad and tensor.grad_fn and not (is_view(tensor) and version_of(tensor)):
+                tensor.grad_fn.register_prehook(functools.partial(_keep_gradient, one, tensor.output_nr))
+
+    def in_order(self) -> list[LayerTensor]:
+        """Return the copies by layer, as they run, then by micro-batch."""
+        by_stage = sorted(self.found, key=lambda one: one.stage)
+        places = {layer: place for place, layer in enumerate(dict.fromkeys(one.layer for one in by_stage))}
+        return sorted(by_stage, key=lambda one: (places[one.layer], one.micro_batch))
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return the copies by names for tables and files."""
+        found: dict[str, torch.Tensor] = {}
+        for one in self.in_order():
+            for kind, tensor in (("output", one.output), ("output's gradient", one.gradient)):
+                if tensor is not None:
+                    name = f"{one.layer} {kind}, micro-batch {one.micro_batch}"
+                    number = sum(key.startswith(name) for key in found)
+                    found[f"{name}, {number}" if number else name] = tensor
+        return found
+
+
+def _keep_gradient(one: LayerTensor, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    if (gradient := gradients[place]) is not None:
+        one.gradient = gradient.detach().clone()
+
+
+class _Copies:
+    """Stands where a stage has its check for NaN, which goes on."""
+
+    def __init__(self, tensors: LayerTensors, stage: Stage) -> None:
+        self._tensors, self._stage, self._check = tensors, stage, stage.guard
+
+    def watch(self, received: Mapping[int, Any], route: Route) -> Watch:
+        """Return what the forward that begins calls with each layer and its result."""
+        micro_batch = next(reversed(self._stage.running))
+        take = functools.partial(self._tensors.copy, self._stage.index, micro_batch)
+        return _CopyingWatch(take, self._check.watch(received, route) if self._check else None)
+
+
+class _CopyingWatch(Watch):
+    def __init__(self, take: Callable[[Layer, Any], None], then: Watch | None) -> None:
+        super().__init__(gradients=False)
+        self._take, self._then = take, then
+
+    def __call__(self, layer: Layer, result: Any) -> None:
+        self._take(layer, result)
+        if self._then is not None:
+            self._then(layer, result)
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        if self._then is not None:
+            self._then.check_loss(loss)
+
+
+def stop_before(stages: Iterable[Stage], name: str) -> list[str]:
+    """Open a debugger wherever the forward of a micro-batch comes to the layers under ``name``; return a list
+    that grows by the layer each time."""
+    stopped: list[str] = []
+
+    def stop(done: Layer | None, layer: Layer | None) -> None:
+        if layer is not None and is_within(layer, name) and not (done is not None and is_within(done, name)):
+            print(f"before layer {layer.name}: env has the results of layers by node; s steps, c goes on")
+            stopped.append(layer.name)
+            pdb.Pdb(nosigint=True).set_trace(sys._getframe(1))
+
+    for stage in stages:
+        stage.observers = (*stage.observers, stop)
+    return stopped
+
+
+def where_they_part(ours: Sequence[LayerTensor], theirs: Sequence[LayerTensor]) -> str:
+    """Say which output of a layer, else which gradient, is the first that differs between two runs of a step;
+    both are ``in_order``."""
+    pairs = list(zip(ours, theirs, strict=True))
+    for one, other in pairs:
+        if not same_bits(one.output, other.output):
+            return f"{_of(one)} is the first whose output differs, {_by_how_much(one.output, other.output)}"
+    for one, other in reversed(pairs):
+        a, b = one.gradient, other.gradient
+        if a is not None and b is not None and not same_bits(a, b):
+            return f"{_of(one)} is the first with another gradient of its output, {_by_how_much(a, b)}"
+    return "the outputs of all layers and their gradients are the same"
+
+
+def _of(one: LayerTensor) -> str:
+    return f"layer {one.layer} ({one.module}), in micro-batch {one.micro_batch},"
+
+
+def _by_how_much(one: torch.Tensor, other: torch.Tensor) -> str:
+    if one.shape != other.shape:
+        return f"of shape {tuple(one.shape)} and {tuple(other.shape)}"
+    return f"by up to {_relative(one, other):.2g} of the largest element"
+
+
+def _relative(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    """Largest difference of two tensors, as a part of the largest element of the first."""
+    if one is None or other is None or one.shape != other.shape or not one.numel():
+        return 0.0
+    a, b = one.double(), other.double()
+    return float((a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def draw_differences(
+    ours: Sequence[LayerTensor], theirs: Sequence[LayerTensor], path: Path, *, title: str
+) -> None:
+    """Draw for each layer how far its outputs and gradients differ between two runs of a step, in the worst
+    micro-batch."""
+    from matplotlib.figure import Figure
+
+    worst: dict[str, list[float]] = {}
+    for one, other in zip(ours, theirs, strict=True):
+        both = _relative(one.output, other.output), _relative(one.gradient, other.gradient)
+        worst[one.layer] = [max(pair) for pair in zip(worst.get(one.layer, (0, 0)), both, strict=True)]
+    picture = Figure(figsize=(13, 4.5), layout="constrained")
+    axes = picture.subplots()
+    for place, (kind, colour) in enumerate((("output", "#0072B2"), ("gradient of the output", "#E69F00"))):
+        values = [pair[place] for pair in worst.values()]
+        axes.plot(values, "o-", markersize=4, color=colour, label=kind, clip_on=False)
+    axes.set_yscale("symlog", linthresh=1e-8)
+    axes.set_ylim(bottom=0)
+    step = -(-len(worst) // MOST_NAMES)
+    axes.set_xticks(range(0, len(worst), step), [*worst][::step], rotation=90, fontsize=7)
+    axes.set_ylabel("largest difference / largest element")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    picture.suptitle(title, x=0.005, ha="left", fontsize=11)
+    save_picture(path, picture)
+
+
+def draw_histograms(tensors: Mapping[str, torch.Tensor], path: Path, *, title: str) -> None:
+    """Draw a histogram for each of the first tensors of several elements, with a logarithmic axis."""
+    from matplotlib.figure import Figure
+
+    some = [(name, tensor) for name, tensor in tensors.items() if tensor.numel() > 1][:MOST_HISTOGRAMS]
+    rows = max(1, -(-len(some) // _COLUMNS))
+    picture = Figure(figsize=(13, 0.6 + 1.9 * rows), layout="constrained")
+    every = list(picture.subplots(rows, _COLUMNS, squeeze=False).flat)
+    for axes in every[len(some) :]:
+        axes.set_axis_off()
+    for axes, (name, tensor) in zip(every, some, strict=False):
+        values = tensor.detach().double().flatten()
+        finite = values[values.isfinite()]
+        axes.hist(finite.numpy(), bins=50, color="#0072B2", log=True)
+        odd = values.numel() - finite.numel()
+        axes.set_title(f"{name}{f' ({odd} not finite)' if odd else ''}", loc="left", fontsize=8)
+        axes.tick_params(which="both", labelsize=7)
+        axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.get_offset_text().set_fontsize(7)
+        axes.spines[["top", "right"]].set_visible(False)
+    picture.suptitle(title, x=0.005, ha="left", fontsize=11)
+    save_picture(path, picture)
