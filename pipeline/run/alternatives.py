@@ -15,6 +15,7 @@ from ..partition.partition import partition
 from .schedule_comparison import SYNCHRONOUS, Candidate, candidate
 
 SHOWN = 3
+BUSY = 0.5  # of a step; of a rank that computes less it is said
 KNOWN = ("optimizer_state", "by_element")
 
 
@@ -28,13 +29,14 @@ class Alternative(NamedTuple):
 
 def alternatives(
     plan: Plan, profile: Profile, options: Mapping[str, Any], *, file: Mapping[str, Any] | None = None
-) -> tuple[float, list[Alternative]]:
-    """Return the seconds of a step of ``plan``, and the best other plans that fit, the shortest step first.
+) -> tuple[Candidate | None, list[Alternative]]:
+    """Return ``plan``, simulated, and the best other plans that fit, the shortest step first; of a stream and
+    of a budget that is a share, nothing.
 
     Args:   options: those ``partition`` made it with, but for the schedule; file: what the YAML file of its
         cluster holds, whose devices may stand in another order."""
     if plan.streams or share_of(options["memory"]) is not None:
-        return 0.0, []
+        return None, []
     known = {name: options[name] for name in KNOWN}
     ours, found = candidate(profile, plan, **known), list[Alternative]()
     for typed, changed in _changes(plan, options, file):
@@ -44,7 +46,7 @@ def alternatives(
             continue  # it does not suit the model, or does not fit
         if other.fits and _differs(other, ours):
             found.append(Alternative(typed, other.seconds, max(other.memory)))
-    return ours.seconds, sorted(found, key=lambda one: (round(one.seconds, 9), one.memory))[:SHOWN]
+    return ours, sorted(found, key=lambda one: (round(one.seconds, 9), one.memory))[:SHOWN]
 
 
 def _planned(profile: Profile, plan: Plan, options: Mapping[str, Any], changed: Mapping[str, Any]) -> Plan:
@@ -79,11 +81,32 @@ def _changes(
         yield from ((f"ranks={number}", {"ranks": number}) for number in numbers if number)
 
 
-def described(seconds: float, others: list[Alternative]) -> list[str]:
-    """Return lines for people."""
-    if not others:
+def lower_bound(plan: Plan, profile: Profile) -> float:
+    """Return seconds that no plan for the same ranks and micro-batches goes below: all layers divided evenly
+    over the ranks, the slowest layer for every micro-batch, or one micro-batch through all layers."""
+    speeds = plan.cluster.speeds if plan.cluster else [1.0] * plan.num_ranks
+    layers = [layer.forward_seconds + layer.backward_seconds for layer in profile.layers]
+    work, each = sum(layers), -(-plan.micro_batches // max(plan.replicas))
+    evenly, slowest = plan.micro_batches * work / sum(speeds), each * max(layers) / max(speeds)
+    return max(evenly, slowest, work / max(speeds))
+
+
+def described(ours: Candidate | None, profile: Profile, others: list[Alternative]) -> list[str]:
+    """Return lines for people: the step and a bound of it, ranks that compute little, the other plans."""
+    if ours is None:
         return []
-    return [f"a step takes {show_seconds(seconds)}, simulated from measured layers; beside it:"] + [
+    seconds, bound = ours.seconds, lower_bound(ours.plan, profile)
+    lines = [
+        f"a step takes {show_seconds(seconds)}, simulated from measured layers; no plan for as many ranks "
+        f"and micro-batches takes less than {show_seconds(bound)} ({bound / seconds - 1:+.0%})"
+    ]
+    if idle := [f"rank {rank} in {1 - x:.0%}" for rank, x in enumerate(ours.panel.bubble) if 1 - x < BUSY]:
+        lines += [
+            f"little is computed by {', '.join(idle)} of a step; more micro_batches, fewer ranks or "
+            "replicas.count would use them better"
+        ]
+    lines += ["beside it:"] * bool(others)
+    return lines + [
         f"  {one.typed}: {show_seconds(one.seconds)} ({one.seconds / seconds - 1:+.0%}), "
         f"{show_bytes(one.memory)} on the fullest rank"
         for one in others

@@ -294,7 +294,8 @@ def _best_schedule(config: PlanConfig, profile: Profile, options: dict[str, Any]
 def beside(config: PlanConfig, profile: Profile, plan: Plan, options: dict[str, Any]) -> list[str]:
     """Return lines on the best other plans for the job."""
     file = None if config.cluster is None else read_cluster(config.cluster)
-    return described(*alternatives(plan, profile, options, file=file))
+    ours, others = alternatives(plan, profile, options, file=file)
+    return described(ours, profile, others)
 
 
 def model_name(config: PlanConfig) -> str:

@@ -14,7 +14,7 @@ from profiles import NET, layer_of, profile_of, value_of
 from penstock import ConfigError, Plan, PlanError, partition
 from penstock.conf.schema import MemoryConfig, PlanConfig, ReplicasConfig, TrainConfig
 from penstock.pipeline.run import build, early, planning
-from penstock.pipeline.run.alternatives import alternatives, described
+from penstock.pipeline.run.alternatives import alternatives, described, lower_bound
 from penstock.pipeline.run.logs import shares_log
 from penstock.pipeline.run.schedule_comparison import SYNCHRONOUS, candidate, compare
 from penstock.pipeline.schedules import SCHEDULES
@@ -153,17 +153,29 @@ OPTIONS |= {"optimizer_state": 1.0, "by_element": False, "extra_in_flight": 0, "
 def test_the_best_other_plans_stand_beside_a_plan_shortest_first_and_none_that_does_not_fit():
     profile = even(8)
     plan = partition(profile, **OPTIONS)
-    seconds, found = alternatives(plan, profile, OPTIONS)
+    ours, found = alternatives(plan, profile, OPTIONS)
+    assert ours is not None
+    seconds = ours.seconds
     assert seconds == pytest.approx(candidate(profile, plan).seconds)
     assert [one.typed for one in found] == ["ranks=4", "ranks=3", "schedule=zbv"]
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    compared = [one for one in compare(profile, **OPTIONS).candidates if not one.plan.streams]
     more: dict[str, Any] = OPTIONS | {"ranks": 4}
     four = partition(profile, **more)
     assert found[0].seconds == pytest.approx(candidate(profile, four).seconds)
-    lines = described(seconds, found)
+    lines = described(ours, profile, found)
+    # 8 micro-batches of 8 layers of 30 ms on 2 ranks
+    assert lower_bound(plan, profile) == pytest.approx(8 * 8 * 0.03 / 2)
+    assert all(lower_bound(one.plan, profile) <= one.seconds for one in (ours, *compared))
+    assert f"takes less than 960 ms ({0.96 / seconds - 1:+.0%})" in lines[0]
+    assert lines[1] == "beside it:"
     assert (
-        f"  ranks=4: {show_seconds(found[0].seconds)} ({found[0].seconds / seconds - 1:+.0%}), " in lines[1]
+        f"  ranks=4: {show_seconds(found[0].seconds)} ({found[0].seconds / seconds - 1:+.0%}), " in lines[2]
     )
+    few = partition(profile, **{**OPTIONS, "ranks": 8, "micro_batches": 2})
+    lines = described(candidate(profile, few), profile, [])
+    assert lower_bound(few, profile) == pytest.approx(8 * 0.03)
+    assert lines[1].startswith("little is computed by rank 0 in 2")
     # a rank of 1f1b keeps 2 of 8 micro-batches, of gpipe all
     tight: dict[str, Any] = OPTIONS | {"memory": round(1.06 * max(candidate(profile, plan).memory))}
     names = [one.typed for one in alternatives(partition(profile, **tight), profile, tight)[1]]
@@ -183,9 +195,10 @@ def test_a_cluster_is_tried_in_other_orders_and_without_a_rank_that_holds_it_up(
     }
     options: dict[str, Any] = OPTIONS | {"cluster": Cluster.of(file), "ranks": 3}
     profile = even(4)
-    seconds, found = alternatives(partition(profile, **options), profile, options, file=file)
+    ours, found = alternatives(partition(profile, **options), profile, options, file=file)
     assert found[0].typed == "ranks: [fast, fast]"
-    assert found[0].seconds < seconds / 10
+    assert ours is not None
+    assert found[0].seconds < ours.seconds / 10
     assert len({one.typed for one in found}) == len(found)
     chain = {**file, "ranks": ["fast", "slow", "far"]}  # nobody knows a link from fast to far
     options["cluster"] = Cluster.of(chain)
