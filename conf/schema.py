@@ -38,6 +38,13 @@ def count_or_auto(name: str, value: Any) -> None:
         raise ConfigError(f"{name}={value} must be auto, or 0 or more")
 
 
+def number_or_auto(name: str, value: Any) -> None:
+    """Refuse what is neither "auto" nor a number from 1."""
+    if value != AUTO and (type(value) is not int or value < 1):
+        found = "null" if value is None else value
+        raise ConfigError(f"{name}={found} must be auto, or 1 or more")
+
+
 def at_least(least: int, name: str, value: int | None) -> None:
     """Refuse a count below its least; None is no count."""
     if value is not None and value < least:
@@ -259,7 +266,7 @@ class PlanConfig:
         error_feedback: with double_buffered, an update makes up for the delay of the one before it
         codec: how tensors are packed between stages: auto measures and chooses; or the name of a codec
         batch_size: samples in one step
-        micro_batches: parts of a batch, which follow each other through the stages
+        micro_batches: parts of a batch, which follow each other through the stages; auto: by simulated steps
         extra_in_flight: micro-batches in flight beyond plain 1f1b, for a slow link; auto: up to 2, by measure
         link: speed between ranks, for the planner, for example 1Gbit; null: unlimited
         cluster: YAML file of ranks that differ in speed, memory and links; ranks= is as many
@@ -277,7 +284,7 @@ class PlanConfig:
     data: dict[str, Any] = field(default_factory=dict)
     loss: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 2
+    ranks: Any = 2
     stages: int | None = None
     cuts: list[str] | None = None
     schedule: str = "1f1b"
@@ -289,7 +296,7 @@ class PlanConfig:
     error_feedback: bool = False
     codec: str = "auto"
     batch_size: int = 128
-    micro_batches: int = 8
+    micro_batches: Any = 8
     extra_in_flight: Any = "auto"
     link: Any = None
     cluster: str | None = None
@@ -301,9 +308,16 @@ class PlanConfig:
     device: Any = "cpu"
     tf32: bool = False
 
+    searched = tuple[str, ...]()  # no option: those that are to be chosen; until then they have some number
+
     def __post_init__(self) -> None:
-        for name in ("ranks", "stages", "batch_size", "micro_batches", "threads"):
+        for name in ("stages", "batch_size", "threads"):
             at_least(1, name, getattr(self, name))
+        for name, number in (("ranks", 1), ("micro_batches", min(8, self.batch_size))):
+            number_or_auto(name, getattr(self, name))
+            if getattr(self, name) == AUTO:
+                setattr(self, name, number)
+                self.searched = (*self.searched, name)
         at_least(0, "seed", self.seed)
         count_or_auto("extra_in_flight", self.extra_in_flight)
         if isinstance(self.recompute, list):

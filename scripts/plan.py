@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> None:
-    from ..pipeline.run import console  # what brings torch, which a refusal does not wait for
+    from ..pipeline.run import console, counts  # what brings torch, which a refusal does not wait for
     from ..pipeline.run.bounded import recorded_without_memory
     from ..pipeline.run.early import ALL
     from ..pipeline.run.planning import (
@@ -44,13 +44,17 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
 
     if config.profile is not None:
         graph, profile = None, read_profile(config)
+        chosen = counts.choose(config, None, profile)
     else:
         samples = prepare(config)
         for note in samples.notes:
             console.warn(note)
         with console.planning():
+            chosen = counts.choose(config, samples)
             found = recorded_without_memory(config, samples) or record(config, samples)
             graph, profile = found.graph, found.measure()
+    if chosen:
+        console.warn(chosen)
     everything = config.schedule == ALL
     options = partition_options(config)
     if everything:

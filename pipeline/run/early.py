@@ -30,7 +30,7 @@ from ...stages.plan.plan_stage import split_shares
 from ...stages.plan.validation import check_mirror, check_replicas, check_versions
 from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
 from ..data.options import check_files
-from ..distributed.launcher import Launched, check_ranks
+from ..distributed.launcher import Launched, check_ranks, cores
 from ..partition.counts import check_asked, replica_counts, sizes, stage_counts
 from ..schedules import SCHEDULES, schedule_named
 from ..schedules.building_blocks import layout, placed, placement, stages_on
@@ -49,6 +49,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     """Return the plan that ``plan=`` names, its decisions written into ``config``; None without it.
 
     Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored."""
+    if "ranks" in config.searched:
+        config.ranks = max(1, cores() // (config.threads or 1))  # at most
     given = load_plan(config, typed) if isinstance(config, TrainConfig) and config.plan else None
     if config.cluster is not None and given is None:
         _take_cluster(config, typed)
@@ -62,7 +64,7 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
             if not _findable(name):
                 raise ConfigError(f"{option} needs the package {name}, which is missing; pip install {name}")
     memory, lines = config.memory, () if given else program(config.program)
-    if given is None:
+    if given is None and "ranks" not in config.searched:
         _check_counts(config, lines)
     _check_schedule(config, lines)
     check_name(config.codec)
@@ -129,11 +131,12 @@ def _take_cluster(config: PlanConfig, typed: Sequence[str]) -> None:
     for key, value in {"link": config.link, "memory.device": config.memory.device}.items():
         if value is not None:
             raise ConfigError(f"cluster={config.cluster} has the memory and links of its ranks; drop {key}=")
-    if "ranks" in keys and config.ranks != number:
+    if "ranks" in keys and "ranks" not in config.searched and config.ranks != number:
         raise ConfigError(
             f"cluster={config.cluster} has {number} ranks, found ranks={config.ranks}; drop ranks="
         )
     config.ranks = number
+    config.searched = tuple(name for name in config.searched if name != "ranks")
 
 
 def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
@@ -156,10 +159,11 @@ def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:
     for key, value in decided.items():
         group, _, name = key.rpartition(".")
         place = getattr(config, group) if group else config
-        if key in keys and (asked := getattr(place, name)) != value:
+        if key in keys and key not in config.searched and (asked := getattr(place, name)) != value:
             there = f"plan={config.plan} with {key}={value}"
             raise ConfigError(f"{key}={asked} contradicts {there}; drop either")
         setattr(place, name, value)
+    config.searched = ()
     config.__post_init__()  # its rules hold for what the plan decided, too
     _check_devices(config)
     return plan
@@ -234,7 +238,13 @@ def _check_disk(memory: MemoryConfig) -> None:
 
 
 def _check_launcher(config: TrainConfig) -> None:
-    """Refuse restarts, fewer ranks and threads where another launcher starts the ranks."""
+    """Refuse restarts, fewer ranks, threads and counts to choose where another launcher starts the ranks."""
+    if config.searched and Launched.of_environment():
+        name = config.searched[-1]
+        raise ConfigError(
+            f"{name}=auto is for ranks that penstock starts, found those of a launcher; run penstock plan "
+            f"{name}=auto, and give its number"
+        )
     typed = [f"max_restarts={config.max_restarts}"] if config.max_restarts else []
     options = ("shrink", "threads", "idle")
     typed += [f"replicas.{name}=true" for name in options if getattr(config.replicas, name)]
@@ -280,6 +290,8 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):
             placed(lines)
+        return
+    if "ranks" in config.searched:
         return
     ranks = config.ranks
     if config.replicas.several:  # one rank is dealt over its replicas

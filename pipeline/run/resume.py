@@ -101,6 +101,10 @@ def resolve(
     except CheckpointError as error:
         raise ConfigError(f"resume={config.resume}: {error}") from error
     options = checkpoint.notes.get("config")
+    if isinstance(options, Mapping):  # what was chosen then
+        for name in config.searched:
+            setattr(config, name, options.get(name, getattr(config, name)))
+        config.searched = ()
     kept = options.get("threads") if threads is None and isinstance(options, Mapping) else None
     if type(kept) is int and 0 < kept != config.threads:  # other numbers of them make other sums
         others = f"threads={config.threads} would use all cores"

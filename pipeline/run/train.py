@@ -38,7 +38,7 @@ from ..distributed.processes import StartProcess, start_process
 from ..distributed.threads import start_threads
 from ..pipeline import Pipeline
 from ..schedules.replicated import without
-from . import build, console, digests, early, torchrun
+from . import build, console, counts, digests, early, torchrun
 from .bounded import first_values, is_without_memory, make_model, return_freed_memory, write_first_values
 from .determinism import place
 from .logs import JsonLog
@@ -77,6 +77,8 @@ def train(
         check_samples(config, samples)
         build.scheduler(config.scheduler, num_steps=count_updates(config, samples))
         source, stages = resolve(config, folder, console.warn, threads=threads), config.stages
+        if chosen := counts.choose(config, samples):
+            console.warn(chosen)
         # Among ranks that torchrun started, every one makes the model: some may be on other machines.
         recorded = write_first_values(config, samples, folder, start_process) if world is None else None
         with console.planning():

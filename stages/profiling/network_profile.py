@@ -137,15 +137,24 @@ class Profile:
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
 
-    def of_samples(self, samples: int) -> Profile:
-        """The same for micro-batches of so many samples: seconds and bytes in proportion, but for
-        parameters."""
+    def of_samples(self, samples: int, *, smaller: Profile | None = None) -> Profile:
+        """The same for micro-batches of so many samples: seconds and bytes in proportion, but for parameters;
+        with a profile of ``smaller`` micro-batches, seconds on the line through both."""
         times = samples / self.num_samples
+        others = {layer.name: layer for layer in smaller.layers} if smaller else {}
+
+        def seconds(layer: LayerProfile, name: str) -> float:
+            large, other = getattr(layer, name), others.get(layer.name)
+            if smaller is None or other is None or smaller.num_samples >= self.num_samples:
+                return times * large
+            slope = (large - getattr(other, name)) / (self.num_samples - smaller.num_samples)
+            return max(0.0, large + max(0.0, slope) * (samples - self.num_samples))
+
         layers = [
             dataclasses.replace(
                 layer,
-                forward_seconds=times * layer.forward_seconds,
-                backward_seconds=times * layer.backward_seconds,
+                forward_seconds=seconds(layer, "forward_seconds"),
+                backward_seconds=seconds(layer, "backward_seconds"),
                 saved_bytes=round(times * layer.saved_bytes),
                 packed_bytes=None if layer.packed_bytes is None else round(times * layer.packed_bytes),
             )
