@@ -49,6 +49,8 @@ SPELLING = {
     "deterministic=perhaps": "deterministic takes true or false, not perhaps",
     "deadline=soon": "deadline takes a number, not soon",
     "ranks=null": "ranks=null must be auto, or 1 or more",
+    "seed=null": "seed must have a value",
+    "seed=two": "seed takes a whole number, not two",
     "cuts=layer1": "cuts=[layer1]",
     "cuts=[layer1": "cuts=[layer1 cannot be read",
     "ranks": "write ranks=VALUE",
