@@ -67,8 +67,6 @@ def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
-num_tensor_holders: Callable[[Any], int] = operator.methodcaller("_use_count")
-"""Number of holders of a tensor in C++, autograd's nodes included."""
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """Number of writes to a tensor that autograd counted; in-place checks compare the same number."""
 is_view: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_view")
@@ -84,13 +82,6 @@ is_functorch_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_fu
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a view was taken of, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
-
-
-def wrapper_subclass(kind: type, like: torch.Tensor) -> Any:
-    """A tensor of a class with ``__torch_dispatch__``, with the geometry of another and no memory."""
-    return torch.Tensor._make_wrapper_subclass(
-        kind, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
-    )
 
 
 # -- autograd: the graph of a backward, and what it saved -----------------------------------------------

@@ -119,11 +119,12 @@ class Arrived:
         """Before every run of the node."""
         if self.gradients is None:
             self.gradients = gradients
-            return self.first()
+            self.first()
+            return None
         return self.gradients  # what hooks of others made of it is in it
 
-    def first(self) -> tuple[torch.Tensor | None, ...] | None:
-        """Before the node runs for the first time; returns what it gets in their place, None: the same."""
+    def first(self) -> None:
+        """Before the node runs for the first time."""
 
 
 class _Kept(Arrived):

@@ -31,7 +31,7 @@ from .recompute import Forward, RecomputedActivations, Section, sections
 from .run_layers import NO_LAYERS, Observer, enter, walk
 from .split_backward import Root, Split, run
 from .value_routing import Route
-from .weights_first import Reuse, run_weights_first
+from .weights_first import run_weights_first
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -99,7 +99,7 @@ class Stage:
         self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch)
         self.autocast = autocast
         self.guard: Checks | None = guard
-        self.weights_first, self.recompute, self.reuse = weights_first, recompute, Reuse()
+        self.weights_first, self.recompute = weights_first, recompute
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
         self.mirror = mirror
@@ -267,7 +267,7 @@ class Stage:
             with self.weights.backward(micro_batch):
                 self.saved.ready(micro_batch)
                 roots = running.begins(gradients)
-                run_weights_first(roots, self.anchor, self.reuse) if self.weights_first else run(roots)
+                run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
         except Exception as error:
             raise of_backward(error) from error
         finally:

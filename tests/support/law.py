@@ -27,7 +27,6 @@ from penstock.pipeline.distributed.gpu_transport import Direct
 from penstock.pipeline.runtime import ownership
 from penstock.stages.memory.activations import SavedActivations
 from penstock.stages.stage import stage
-from penstock.stages.stage.weights_first import Reuse
 
 
 def plain_of(case, model, batches, random_layers):
@@ -76,7 +75,6 @@ def surroundings(case):
             everything_leaves(patch)
         patch.setattr(ownership, "LEAST_MIRRORED", case.least_mirrored)
         small_pieces(patch)
-        patch.setattr(stage, "Reuse", functools.partial(Reuse, least=0))
         if case.direct:
             routes = direct_routes()
             patch.setattr(gpu_transport, "direct_routes", lambda *args, **kwargs: routes)
