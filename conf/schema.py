@@ -207,6 +207,7 @@ class ReplicasConfig:
         shares: even; measured, by speed, as it is from step to step; or weights of all ranks: [3,1]
         threads: in training all ranks are threads of one process
         idle: with count=auto, ranks that would not shorten the simulated step are left out
+        check: when what they hold is compared: rarely, which is each hundredth update; digest, each one
     """
 
     count: Any = 1
@@ -217,8 +218,10 @@ class ReplicasConfig:
     shares: Any = "even"
     threads: bool = False
     idle: bool = False
+    check: str = "rarely"
 
     def __post_init__(self) -> None:
+        one_of(("rarely", "digest"), "replicas.check", self.check)
         weights = isinstance(self.shares, list) and self.shares != []
         if not (self.shares in SHARES or (weights and all(type(n) is int and n >= 0 for n in self.shares))):
             raise ConfigError(

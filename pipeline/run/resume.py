@@ -176,7 +176,7 @@ def kind_of(key: str, config: TrainConfig, mine: object, there: object) -> str:
         return "refused"
     if key == "codec":
         return "said" if {mine, there} & set(LOSSY_CODECS) else "free"
-    if group == "replicas":
+    if group == "replicas" and key != "replicas.check":
         return "free" if config.replicas.exact or not config.replicas.several else "said"
     if key in BY_NATURE or (key in OF_THE_LENGTH and config.scheduler.get("_target_")):
         return "said"

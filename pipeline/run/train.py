@@ -212,6 +212,8 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder, world: World | None
         model = [make_model(config, samples, folder)]
     own = None if thread_of(world.group) is None else world  # a process knows its own, and leaves it
     pipe = assemble(config, plan, samples, model.pop(), folder, own)
+    if config.replicas.check == "digest":
+        pipe.replicas.every = 1
     with contextlib.ExitStack() as ends:
         if own:
             ends.callback(pipe.close, keeps_model=False)

@@ -21,10 +21,14 @@ def data(wrong=None, infinite=None):
     return table, table
 
 class Faulty(torch.optim.SGD):
-    '''Flips one bit of one gradient, where FLIP names a step, the elements of a parameter, and a bit.'''
+    '''Flips one bit of one gradient, where FLIP names a step, the elements of a parameter, and a bit, and
+    perhaps the one rank that does.'''
 
     def step(self, closure=None):
-        at, size, bit = map(int, os.environ.get("FLIP", "-1 0 0").split())
+        at, size, bit, *rank = map(int, os.environ.get("FLIP", "-1 0 0").split())
+        known = torch.distributed
+        if rank and not (known.is_initialized() and rank == [known.get_rank()]):
+            at = -1
         for group in self.param_groups:
             for one in group["params"]:
                 self.state[one]["count"] = self.state[one].get("count", 0) + 1

@@ -125,6 +125,16 @@ def test_replicas_that_part_are_told_with_their_step_and_name(capfd, monkeypatch
     ]
 
 
+def test_replicas_that_are_compared_after_each_update_end_where_they_part(capfd, monkeypatch):
+    monkeypatch.setenv("FLIP", "7 256 20 1")
+    job = JOB.replace("optimizer=adamw digest.every=1", "optimizer._target_=mine.Faulty optimizer.lr=0.1")
+    job += " ranks=2 replicas.count=2 replicas.exact=true stages=1"
+    trained(f"{job} hydra.run.dir=rarely")
+    said = refusal(f"{job} replicas.check=digest hydra.run.dir=each", capfd)
+    assert "3.weight of stage 0 differs on rank 0 and rank 1 behind update 8" in said
+    assert "replicas.check=often is not known" in refusal(f"{job} replicas.check=often", capfd)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
