@@ -35,7 +35,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from ..compression.errors import ConfigError, PenstockError
 from ..conf.schema import AGAIN
-from ..pipeline.run import console
+from ..pipeline.run import console, sweep
 from ..pipeline.run.run_folder import RunFolder
 from . import stopping
 from .command import REFUSED, unloadable
@@ -59,7 +59,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
     Returns:
         The exit code, 0 unless the task returns another. With --multirun a run that fails stops no other.
     """
-    typed, codes = parse(name, arguments, schema), [0]
+    typed, codes, swept = parse(name, arguments, schema), [0], dict[Path, list[str]]()
 
     def call(options: Any) -> None:
         job = HydraConfig.get()
@@ -76,6 +76,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
             early(options, list(job.overrides.task))
             with _claim(job.runtime.output_dir, options):
                 call(options)
+            swept[Path(job.runtime.output_dir)] = list(job.overrides.task)
         except (PenstockError, ImportError) as error:
             console.warn(str(unloadable(error) if isinstance(error, ImportError) else error))
             codes.append(REFUSED)
@@ -93,6 +94,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
         if typed.multirun:
             with RunFolder(path=Path(config.hydra.sweep.dir)).claim():
                 hydra.multirun(typed.config_name, call_one_of_several, typed.overrides)
+                sweep.close(Path(config.hydra.sweep.dir), swept)
             return max(codes)
         # 3. or one job
         callbacks = Callbacks(config)

@@ -290,6 +290,20 @@ def test_a_sweep_runs_every_value_and_tells_which_was_refused(capfd, tmp_path):
     assert out.count("test accuracy") >= 1
     assert (tmp_path / "sweep" / "1" / "summary.json").exists()
     assert not (tmp_path / "sweep" / "0").exists()
+    assert not (tmp_path / "sweep" / "sweep.png").exists()
+    job = job.replace("max_steps=1 hydra.sweep.dir=sweep", "max_steps=2 hydra.sweep.dir=two")
+    code, out, _ = penstock(f"{job} optimizer.lr=0.1,0.2 seed=1,2", capfd)
+    assert code == 0
+    *_, heads, first, second, third, fourth, picture = out.splitlines()
+    assert heads.split()[:3] == ["run", "options", "samples/s"]
+    for number, (row, lr, seed) in enumerate(
+        zip((first, second, third, fourth), ("0.1", "0.1", "0.2", "0.2"), "1212", strict=True)
+    ):
+        summary = json.loads((tmp_path / "two" / str(number) / "summary.json").read_text())
+        assert row.split()[:3] == [str(number), f"optimizer.lr={lr}", f"seed={seed}"]
+        assert row.split()[-2:] == [f"{summary['loss']:.4f}", f"{summary['test_accuracy']:.2%}"]
+    assert picture == "two/sweep.png"
+    assert (tmp_path / picture).stat().st_size > 10_000
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
