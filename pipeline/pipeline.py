@@ -48,7 +48,7 @@ from .partition.partition import partition
 from .runtime import arguments, fingerprints
 from .runtime.agreement import Agreement, SameBatches
 from .runtime.arguments import Options, check_gradients
-from .runtime.auto_codec import policy_named
+from .runtime.auto_codec import Policy
 from .runtime.batches import Criterion, Weight, joined, micro_batches, tokens_of, total_loss
 from .runtime.device_frames import frames_of
 from .runtime.device_placement import (
@@ -334,8 +334,7 @@ class Pipeline:
         """5. Make the engine, and the counters of its memory."""
         plan, device, deadline = self.plan, self.world.device, options.deadline
         extra = plan.extra_in_flight, plan.most_extra_in_flight
-        settings = {"named": plan.named_codecs, "world": self.world, "deadline": deadline}
-        self.policy = policy_named(plan.codec, extra=extra, **settings)
+        self.policy = Policy(self.world, plan.named_codecs, codec=plan.codec, extra=extra, deadline=deadline)
         gpus = self.agreement.exchange("its GPU", identity_of(device))
         transport = transport_of(self.world, device=device, gpus=gpus, deadline=deadline, pool=SlotPool())
         self.meter, frames = frames_of(

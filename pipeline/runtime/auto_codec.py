@@ -150,18 +150,6 @@ class Setting(NamedTuple):
     extra: int = 0
 
 
-def policy_named(
-    codec: str, *, named: Named = NONE, extra: tuple[int, int] = (0, 0), world: World, deadline: float
-) -> Policy:
-    """The policy for ``codec``, the name of one or "auto"; raises CodecError for others.
-
-    Alone, where nothing is on its way while others compute, the fewest extra are in flight."""
-    check_name(codec)
-    if world.is_alone or not extra[1]:  # alone, nothing is on its way while others compute
-        extra = extra[0], extra[0]
-    return Policy(world, named, codec=codec, extra=extra, deadline=deadline)
-
-
 class Policy:
     """The codec of every flow, and the micro-batches in flight: one setting, or found by measurement.
 
@@ -169,12 +157,18 @@ class Policy:
 
     Args:    named: what begins with another codec than ``START``, which is tried too, though it be lossy.
              codec: if not "auto", that of all which is not named: only what is in flight is looked for.
-             extra: the fewest and the most micro-batches in flight beyond the schedule's own."""
+             extra: the fewest and the most micro-batches in flight beyond the schedule's own; most 0: the
+               fewest, as in a world of one rank.
+
+    Raises:  CodecError: there is no such codec."""
 
     def __init__(
         self, world: World, named: Named = NONE, *, codec: str = AUTO, extra: tuple[int, int] = (0, 0),
         deadline: float,
     ) -> None:  # fmt: skip
+        check_name(codec)
+        if world.is_alone or not extra[1]:  # alone, nothing is on its way while others compute
+            extra = extra[0], extra[0]
         self.world, self.deadline, self.named = world, deadline, named
         self.searches, self.start = codec == AUTO, START if codec == AUTO else codec
         self.extras = range(extra[0], extra[1] + 1)

@@ -33,12 +33,12 @@ from penstock.pipeline.runtime.auto_codec import (
     Prices,
     Setting,
     choose,
-    policy_named,
     predict,
 )
 from penstock.pipeline.schedules.instruction import Flow
 
 DOWN, UP = Flow("v", "F", 0, 1), Flow("v", "B", 1, 0)
+AMONG: Any = types.SimpleNamespace(is_alone=False)  # a world of which nothing else is known
 WORK = {(stage, op): seconds for stage in (0, 1) for op, seconds in (("F", 1.0), ("B", 2.0))}
 
 
@@ -134,16 +134,13 @@ def test_what_hardly_pays_is_left(bytes_left, packs):
 
 
 def test_names_become_policies():
-    def policy(codec, world=None, **more):
-        return policy_named(codec, world=world or World(), deadline=1.0, **more)
-
+    policy = functools.partial(Policy, World(), deadline=1.0)
     with pytest.raises(penstock.CodecError, match="auto, raw"):
-        policy("zip")
+        policy(codec="zip")
     # More in flight are found only among ranks; a plan without a most flies as many as it begins with.
-    assert policy("raw", extra=(0, 2)).settled
-    assert policy("auto", extra=(1, 2)).extra == 1
-    among: Any = types.SimpleNamespace(is_alone=False)
-    assert [policy(codec, among, extra=(5, 0)).extra for codec in ("zero_value", "auto")] == [5, 5]
+    assert policy(codec="raw", extra=(0, 2)).settled
+    assert policy(extra=(1, 2)).extra == 1
+    assert Policy(AMONG, codec="zero_value", extra=(5, 0), deadline=1.0).settled
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -186,8 +183,8 @@ def test_seconds_of_trials_are_those_of_packing(monkeypatch):
 
 
 def contending(made_prices, *, codec, parallel_extra=(0, 2)):
-    """The settings that these prices let run, in a world of which nothing else is known."""
-    auto = Policy(World(), codec=codec, extra=parallel_extra, deadline=1.0)
+    """The settings that these prices let run."""
+    auto = Policy(AMONG, codec=codec, extra=parallel_extra, deadline=1.0)
     auto._prices = lambda messages: made_prices
     auto._contend(lambda extra: two_ranks(8, extra_in_flight=extra))
     return auto.contenders
