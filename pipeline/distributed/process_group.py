@@ -421,13 +421,12 @@ class ReplicaGroup:
         """Number of replicas."""
         return len(self.ranks)
 
-    def begin_to_add_up(self, numbers: torch.Tensor, *, at: str) -> dist.Work:
-        """Begin to sum up real ``numbers`` over the replicas, in place; all of them get the same bits."""
-        self.num_bytes += numbers.nbytes * (self.size - 1)
-        return self._do(lambda: self.group.allreduce([numbers]), at, numbers)
-
-    def begin_to_add_up_at(self, owner: int, numbers: torch.Tensor, *, at: str) -> dist.Work:
-        """The same for the ``owner``-th replica alone; what the others then have there is nothing."""
+    def begin_to_add_up(self, numbers: torch.Tensor, *, owner: int | None = None, at: str) -> dist.Work:
+        """Begin to sum up real ``numbers`` over the replicas, in place; all of them get the same bits, or the
+        ``owner``-th alone, and what the others then have there is nothing."""
+        if owner is None:
+            self.num_bytes += numbers.nbytes * (self.size - 1)
+            return self._do(lambda: self.group.allreduce([numbers]), at, numbers)
         options = dist.ReduceOptions()
         options.rootRank = owner
         self.num_bytes += numbers.nbytes * (owner != self.place)

@@ -131,11 +131,8 @@ class Slices:
         while self.lost is None and len(self.works) < len(self.missing) and not self.missing[len(self.works)]:
             one = self.flat.slices[len(self.works)]
             try:
-                numbers = self._numbers(one)
-                if one.owner is None:
-                    self.works.append(self.group.begin_to_add_up(numbers, at=_SUM))
-                else:
-                    self.works.append(self.group.begin_to_add_up_at(one.owner, numbers, at=_SUM))
+                work = self.group.begin_to_add_up(self._numbers(one), owner=one.owner, at=_SUM)
+                self.works.append(work)
             except TransportError as error:
                 self.lost = error
 
