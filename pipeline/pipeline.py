@@ -426,7 +426,7 @@ class Pipeline:
         Returns:
             The Report of what this took, on every rank; None where nothing was in flight.
         """
-        if not self.feed.in_flight:
+        if not isinstance(self.feed, StreamFeed) or not self.feed.in_flight:
             return None
         began = time.perf_counter()
         self.failures.check()

@@ -133,8 +133,7 @@ class Steps:
     def record_others(self) -> None:
         """Record the model at the other examples that it was traced with, those of rank 0; collective."""
         looks = [[(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in one] for one in self.others]
-        if not self.world.is_alone:
-            looks = self.agreement.exchange("the other examples", looks)[0]
+        looks = self.agreement.exchange("the other examples", looks)[0]
         batches: Sequence[Sequence[torch.Tensor]] = self.others
         if self.world.rank:  # rank 0 says what is read of them
             batches = [
@@ -232,17 +231,16 @@ class Steps:
         for batch, runs in zip(inputs, found, strict=True):
             holds = (place for place, run in enumerate(runs) if not run.guards[mode].refusal(batch))
             mine.append(None if any(x.is_meta for x in batch) else next(holds, -1))
-        rows = [mine] if self.world.is_alone else self.agreement.exchange("what is read of inputs", mine)
+        rows = self.agreement.exchange("what is read of inputs", mine)
         return [next((p for p in column if p is not None), 0) for column in zip(*rows, strict=True)]
 
     def _add_variant(self, mode: str, inputs: Inputs, found: Sequence[list[Recorded]], number: int) -> None:
         """Record the model on the inputs of one micro-batch, whose rank gives them to all; collective."""
         batch, runs = inputs[number], found[number]
         values: Sequence[torch.Tensor] | None = None if any(x.is_meta for x in batch) else batch
-        rows = [[values and runs[-1].guards[mode].refusal(values), values and [*map(_text, values)]]]
-        if not self.world.is_alone:
-            rows = self.agreement.exchange("inputs to record", rows[0])
-        refused, texts = next(row for row in rows if row[1])
+        mine = values and (runs[-1].guards[mode].refusal(values), [*map(_text, values)])
+        rows = self.agreement.exchange("inputs to record", mine)
+        refused, texts = next(filter(None, rows))
         if len(runs) >= MOST_VARIANTS:
             rule = f"a shape has at most {MOST_VARIANTS} records, by what forward reads of its inputs"
             raise PlanError(f"{rule}, found one more: {refused}")
@@ -379,9 +377,8 @@ def _of_text(text: str, like: torch.Tensor) -> torch.Tensor:
 
 
 class SynchronousFeed:
-    """Steps that begin and end with nothing in flight; a ``StreamFeed`` is asked the same where some is."""
-
-    in_flight = False
+    """Steps that begin and end with nothing in flight; a ``StreamFeed`` is asked the same where some is, and
+    drained."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
@@ -403,10 +400,6 @@ class SynchronousFeed:
         messages, program = self.steps.step("train", inputs, extra=extra, runs=self.runs)
         live = {batch.index: batch._replace(step=step) for batch in batches}
         return Step(number=step, messages=messages, program=program, micro_batches=live)
-
-    def drain(self, *, step: int) -> Step:
-        """A step of nothing."""
-        return self.feed([], step=step)
 
     def ran(self, step: Step) -> None:
         """The step has run, and all of it is done."""

@@ -60,10 +60,10 @@ class StepMessages:
     ``programs`` has one list per rank; ``routes`` one entry per micro-batch that they speak of (none on
     paper), ``first`` is the first one that the step brings; ``channels`` has by (source rank, target rank)
     the messages between them in the order of sending; ``window`` receives are posted ahead on every channel.
-    Of an endless program a step is a slice: it ``continues`` if micro-batches are in flight, ``pending_in``
-    are the messages that earlier slices sent and none has received, ``pending_out`` those that this one
-    leaves so. ``proofs``: by message the last one that its sender had received from its receiver by then:
-    that one, and all before it on its channel, have left."""
+    Of an endless program a step is a slice: it ``continues`` if micro-batches are in flight, ``pending_out``
+    are the messages that this slice and earlier ones sent and none has received. ``proofs``: by message the
+    last one that its sender had received from its receiver by then: that one, and all before it on its
+    channel, have left."""
 
     programs: Sequence[Sequence[Instruction]]
     receives: Table
@@ -73,7 +73,6 @@ class StepMessages:
     channels: Mapping[tuple[int, int], Sequence[Message]] = dataclasses.field(default_factory=dict)
     first: int = 0
     continues: bool = False
-    pending_in: frozenset[Message] = frozenset()
     pending_out: frozenset[Message] = frozenset()
     proofs: Mapping[Message, Message] = dataclasses.field(default_factory=dict)
 
@@ -160,6 +159,5 @@ def step_messages(
     return StepMessages(
         programs=programs, routes=routes, receives=receives, sends=sends, window=window * most, first=first,
         channels={ranks: found for ranks, found in channels.items() if ranks[0] != ranks[1]},
-        continues=continues, pending_in=pending_in, proofs=proofs,
-        pending_out=pending_in.union(*sends.values()) - arrived,
+        continues=continues, proofs=proofs, pending_out=pending_in.union(*sends.values()) - arrived,
     )  # fmt: skip
