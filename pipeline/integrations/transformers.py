@@ -156,11 +156,10 @@ class PipelineTrainer(Trainer):
             logged.load_state_dict(load(pipe, self._checkpoint)["scheduler"])
         return pipe
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return self._report.gradient_norm
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self._report.gradient_norm
+
+    _clip_grad_norm = _get_grad_norm
 
     def _finalize_training(self, *arguments: Any, **named: Any) -> Any:
         self._complete()
