@@ -1,17 +1,15 @@
 """A receiver takes what it was promised, and says of anything else where it came from."""
 
 import contextlib
-import os
 import re
 import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import checkout
 import pytest
 import torch
+from checkout import ROOT, run_script
 from guarded import guarded
 from small_pipelines import model_of, pipeline_of
 from tensors import decoded
@@ -321,4 +319,4 @@ def decode_without_memory() -> None:
 @pytest.mark.slow
 def test_memory_that_is_not_there_is_a_codec_error() -> None:
     program = "import test_promises; test_promises.decode_without_memory()"
-    checkout.run("-c", program, PYTHONPATH=os.pathsep.join(sys.path))
+    run_script("-c", program, cwd=ROOT)

@@ -1,7 +1,7 @@
 """A BERT of transformers on buckets of five lengths, with and without padding: killed, and gone on with."""
 
-import checkout
 import pytest
+from checkout import ON_RANKS, run_script
 from safetensors.torch import load_file
 
 # What a person writes; "plain" is the loop that it was before.
@@ -58,7 +58,6 @@ else:
 if how == "plain" or pipe.rank == 0:  # which has the whole state
     save_file({name: tensor.clone() for name, tensor in state.items()}, file)
 """
-RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 @pytest.mark.slow
@@ -71,12 +70,11 @@ def test_buckets_with_and_without_padding_go_on_where_they_were_killed(tmp_path)
     def train(how, file, killed, *start):
         return (*start, str(script), how, file, "200", str(killed))
 
-    settings = {"cwd": tmp_path, "seconds": 400, "OMP_NUM_THREADS": "1"}
-    checkout.run(*train("plain", "plain.safetensors", -1), **settings)
+    run_script(*train("plain", "plain.safetensors", -1), cwd=tmp_path)
     with pytest.raises(AssertionError, match="SIGKILL"):
-        checkout.run(*train("cut", "none.safetensors", 70, *RANKS), **settings)
+        run_script(*train("cut", "none.safetensors", 70, *ON_RANKS), cwd=tmp_path)
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step_00000060", "step_00000070"]
-    checkout.run(*train("cut", "cut.safetensors", -1, *RANKS), **settings)
+    run_script(*train("cut", "cut.safetensors", -1, *ON_RANKS), cwd=tmp_path)
     plain, cut = (load_file(tmp_path / f"{name}.safetensors") for name in ("plain", "cut"))
     assert plain.keys() == cut.keys()
     assert [name for name in plain if not plain[name].equal(cut[name])] == []

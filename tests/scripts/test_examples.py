@@ -7,17 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import checkout
 import pytest
+from checkout import ON_RANKS, run_script
 from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
-PLAIN, RANKS = (), ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+PLAIN, RANKS = (), ON_RANKS
 
 
 def run(start, example, *arguments, folder):
-    words = (*start, str(EXAMPLES / example), *arguments)
-    return checkout.run(*words, cwd=folder, seconds=400, OMP_NUM_THREADS="1")
+    return run_script(*start, str(EXAMPLES / example), *arguments, cwd=folder)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+ON_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 def files() -> list[Path]:
@@ -35,3 +36,9 @@ def run(*words: str, cwd: Path = ROOT, seconds: float = 300, **surroundings: str
     done = subprocess.run([sys.executable, *words], **how, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_script(*words: str, cwd: Path) -> str:
+    """Run a script on one thread a process, which finds the modules that this one does."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    return run(*words, cwd=cwd, seconds=400, OMP_NUM_THREADS="1", PYTHONPATH=paths)

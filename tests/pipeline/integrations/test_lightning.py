@@ -1,13 +1,11 @@
 """A strategy of Lightning: the bits of a plain loop, validation, checkpoints, and what is refused."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import checkout
 import pytest
 import torch
+from checkout import ON_RANKS, run_script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -215,18 +213,8 @@ torch.save([net.state_dict(), found], f"{name}{trainer.global_rank}")
 @pytest.mark.ranks
 def test_ranks_of_torchrun_have_the_weights_of_one_process(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    for start, name in ((), "plain"), (ranks, "ranks"):
-        checkout.run(
-            *start,
-            "script.py",
-            name,
-            str(tmp_path / name),
-            cwd=tmp_path,
-            OMP_NUM_THREADS="1",
-            PYTHONPATH=paths,
-        )
+    for start, name in ((), "plain"), (ON_RANKS, "ranks"):
+        run_script(*start, "script.py", name, str(tmp_path / name), cwd=tmp_path)
     expected, tested = torch.load(tmp_path / "plain0")
     assert tested[1] == 62
     for rank in range(2):
@@ -235,6 +223,4 @@ def test_ranks_of_torchrun_have_the_weights_of_one_process(tmp_path):
         assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert len(list((tmp_path / "ranks").rglob("*.ckpt"))) == 1
     with pytest.raises(AssertionError, match=r"called body of the module by itself.*call self\(inputs\)"):
-        checkout.run(
-            *ranks, "script.py", "looks", "looks", cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=paths
-        )
+        run_script(*ON_RANKS, "script.py", "looks", "looks", cwd=tmp_path)

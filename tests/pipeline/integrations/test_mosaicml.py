@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from checkout import ROOT
+from checkout import run
 
 streaming: Any = pytest.importorskip(
     "streaming", reason="mosaicml-streaming wants other versions: ./scripts/integrations mosaicml"
@@ -132,7 +132,6 @@ def test_ranks_of_a_machine_that_are_not_in_step_do_not_drop_what_the_other_read
 
 
 def test_the_example_shows_more_hits():
-    command = [sys.executable, str(ROOT / "scripts" / "examples" / "mosaicml_next_use.py")]
-    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    shown = run("scripts/examples/mosaicml_next_use.py")
     theirs, ours = (float(line.split(": ")[1]) for line in shown.splitlines())
     assert ours > theirs + 0.1, shown

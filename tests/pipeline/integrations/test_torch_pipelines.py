@@ -1,16 +1,13 @@
 """Schedules of torch.distributed.pipelining whose transfers are frames: the bits of the same run without."""
 
 import contextlib
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkout import ROOT
+from checkout import ON_RANKS, ROOT, run_script
 from reference import same_bits
 from torch import nn
 from torch.distributed import pipelining
@@ -242,10 +239,5 @@ def test_a_tensor_of_another_shape_is_refused_by_stage_and_micro_batch(ranks):
 
 @pytest.mark.slow
 def test_the_example_runs_under_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, ROOT / "scripts/examples/pack_transfers.py"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all gradients have the same bits") == 2
+    shown = run_script(*ON_RANKS, "scripts/examples/pack_transfers.py", cwd=ROOT)
+    assert shown.count("all gradients have the same bits") == 2

@@ -1,15 +1,13 @@
 """Trainers of Hugging Face: the bits of the plain Trainer, its logs, its evaluation, and its checkpoints."""
 
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import checkout
 import pytest
 import torch
+from checkout import ON_RANKS, run_script
 from reference import same_tree
 from safetensors.torch import load_file
 from torch import nn
@@ -248,12 +246,9 @@ if one.is_world_process_zero():
 @pytest.mark.ranks
 def test_on_two_ranks_evaluation_the_best_model_and_streams_are_those_of_one_process(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     results = []
-    for start, name in ((), "plain"), (("-m", "torch.distributed.run", "--nproc-per-node", "2"), "ranks"):
-        shown = checkout.run(
-            *start, "script.py", name, cwd=tmp_path, seconds=300, OMP_NUM_THREADS="1", PYTHONPATH=paths
-        )
+    for start, name in ((), "plain"), (ON_RANKS, "ranks"):
+        shown = run_script(*start, "script.py", name, cwd=tmp_path)
         results.append(re.findall(r"^RESULT (.*)$", shown, flags=re.MULTILINE))
     assert len(results[0]) == len(results[1]) == 1
     assert json.loads(results[0][0]) == json.loads(results[1][0])
