@@ -44,11 +44,22 @@ def path(tmp_path):
     return tmp_path / "cache.sock"
 
 
+def begun(path, **said):
+    one = client(path, **said)
+    one.begin(0, ORDER, ORDER)
+    return one
+
+
+def fill(one, indices):
+    """Store samples that are not there; how many the cache took."""
+    assert one.use(indices) == [None] * len(indices)
+    return one.store(indices, [payload(index) for index in indices])
+
+
 def filled(path, indices, **said):
     """A client whose run has stored samples."""
     one = begun(path, **said)
-    assert one.use(indices) == [None] * len(indices)
-    assert one.store(indices, [payload(index) for index in indices]) == len(indices)
+    assert fill(one, indices) == len(indices)
     return one
 
 
@@ -196,17 +207,6 @@ def kill(process):
     process.close()
 
 
-def begun(path, job="a", **said):
-    one = client(path, job, **said)
-    one.begin(0, ORDER, ORDER)
-    return one
-
-
-def fill(one, indices):
-    one.use(indices)
-    return one.store(indices, [payload(index) for index in indices])
-
-
 def test_a_worker_that_is_killed_while_it_reads_gives_its_pages_back(path):
     """A sample that is evicted while it is read: its pages are nobody's until the reader is gone, and then
     free.
@@ -221,8 +221,7 @@ def test_a_worker_that_is_killed_while_it_reads_gives_its_pages_back(path):
         one.use([1])
 
     with broker_process(path, capacity=6 * PAGE):
-        one = begun(path)
-        assert fill(one, [1, 2]) == 2
+        one = filled(path, [1, 2])
         process = started(worker, one)
         assert fill(one, [3]) == 0, "what is read was written over"
         assert (state(path)["crowded"], state(path)["free_bytes"]) == (1, 0)
@@ -246,8 +245,7 @@ def test_a_killed_broker_stops_nobody_leaves_no_memory_and_another_takes_its_pla
     told = Said()
     before = sorted(os.listdir("/dev/shm"))
     with broker_process(path, capacity=4096 * PAGE) as broker:
-        one = begun(path, tell=told)
-        fill(one, [1])
+        one = filled(path, [1], tell=told)
         broker.kill()
         broker.join()
         assert sorted(os.listdir("/dev/shm")) == before
@@ -265,8 +263,7 @@ def test_a_killed_broker_stops_nobody_leaves_no_memory_and_another_takes_its_pla
 def test_a_stopped_broker_stops_nobody_for_long_and_is_used_again_when_it_goes_on(path):
     told = Said()
     with broker_process(path) as broker:
-        one = begun(path, tell=told, timeout=0.5)
-        fill(one, [1])
+        one = filled(path, [1], tell=told, timeout=0.5)
         os.kill(broker.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, broker.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads are
         assert one.use([1]) == [None]
@@ -286,8 +283,7 @@ def test_a_stopped_broker_stops_nobody_for_long_and_is_used_again_when_it_goes_o
 def test_whoever_closed_a_connection_waits_for_the_next_as_for_the_first(path):
     told = Said()
     with broker_process(path) as broker:
-        one = begun(path, tell=told)
-        fill(one, [1])
+        one = filled(path, [1], tell=told)
         one.close()
         os.kill(broker.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, broker.pid, os.WSTOPPED | os.WNOWAIT)
