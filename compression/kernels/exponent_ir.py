@@ -16,10 +16,10 @@ Nothing outside the sections is read or written, whatever they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import product
 
 from ..frame import BLOCK
+from .zero_value_ir import vector
 
 GROUP = 64  # exponents per step
 # Bits of a code of each level; they are tried in this order.
@@ -112,10 +112,6 @@ def plan_name(plan: tuple[int, ...]) -> str:
 def escape(k: int) -> int:
     """The code of ``k`` bits that stands for no exponent."""
     return (1 << k) - 1
-
-
-def vector(kind: str, values: Iterable[int]) -> str:
-    return "<" + ", ".join(f"{kind} {value}" for value in values) + ">"
 
 
 def same(kind: str, value: int, lanes: int) -> str:

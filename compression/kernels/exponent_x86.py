@@ -13,8 +13,8 @@ from .exponent_ir import (
     PortableExponents,
     escape,
     same,
-    vector,
 )
+from .zero_value_ir import vector
 
 _BOOK = 256
 _ZERO = 128  # in the order of a shuffle

@@ -187,7 +187,7 @@ class Avx2(Portable):
         for half, target in (("low.", "%packed"), ("high.", "%packed.high")):
             lanes = range(4) if half == "low." else range(4, 8)
             text += f"""
-  %{half}q = shufflevector {v} %x, {v} poison, <4 x i32> {_vector("i32", lanes)}
+  %{half}q = shufflevector {v} %x, {v} poison, <4 x i32> {vector("i32", lanes)}
   %{half}x = bitcast <4 x i64> %{half}q to <8 x i32>
 {self._permute(half, "compress")}
   store <8 x i32> %{half}y, ptr {target}, align 1"""
@@ -238,14 +238,15 @@ class Avx2(Portable):
             return f"""{text}  %bytes = bitcast {self.vector} %x to <16 x i8>
   %moved = {call}(<16 x i8> %bytes, <16 x i8> %order)
   %y = bitcast <16 x i8> %moved to {self.vector}"""
-        twice = _vector("i32", [*range(8), *range(8)])
+        twice = vector("i32", [*range(8), *range(8)])
         return f"""{text}  %bytes = shufflevector {row} %x, {row} poison, <16 x i32> {twice}
   %orders = shufflevector {row} %order, {row} poison, <16 x i32> {twice}
   %moved = {call}(<16 x i8> %bytes, <16 x i8> %orders)
-  %y = shufflevector <16 x i8> %moved, <16 x i8> poison, <8 x i32> {_vector("i32", range(8))}"""
+  %y = shufflevector <16 x i8> %moved, <16 x i8> poison, <8 x i32> {vector("i32", range(8))}"""
 
 
-def _vector(kind: str, numbers: Iterable[int]) -> str:
+def vector(kind: str, numbers: Iterable[int]) -> str:
+    """A constant of so many elements."""
     return "<" + ", ".join(f"{kind} {number}" for number in numbers) + ">"
 
 
