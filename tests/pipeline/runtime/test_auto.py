@@ -140,7 +140,9 @@ def test_names_become_policies():
     # More in flight are found only among ranks; a plan without a most flies as many as it begins with.
     assert policy(codec="raw", extra=(0, 2)).settled
     assert policy(extra=(1, 2)).extra == 1
-    assert Policy(AMONG, codec="zero_value", extra=(5, 0), deadline=1.0).settled
+    among = [Policy(AMONG, codec=codec, extra=(5, 0), deadline=1.0) for codec in ("zero_value", "auto")]
+    assert [policy.extra for policy in among] == [5, 5]
+    assert among[0].settled
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
