@@ -429,6 +429,9 @@ class TrainConfig(PlanConfig):
         for name in self.loggers:
             one_of(LOGGERS, "logger", name)
         self._check_update()
+        if "ranks" in self.searched and (self.min_ranks is not None or self.replicas.threads):
+            option = "replicas.threads=true" if self.replicas.threads else f"min_ranks={self.min_ranks}"
+            raise ConfigError(f"{option} is for a number of ranks, found ranks=auto; give the number")
         self._check_restarts()
         self._check_replicas()
 

@@ -92,6 +92,9 @@ def test_a_run_with_chosen_numbers_is_the_run_with_these_and_goes_on_with_them()
 def test_what_cannot_be_chosen_is_one_sentence(capsys, monkeypatch):
     assert "ranks=some must be auto, or 1 or more" in refusal(f"{JOB} ranks=some", capsys)
     assert "micro_batches=0 must be auto, or 1 or more" in refusal(f"{JOB} micro_batches=0", capsys)
+    for option in ("min_ranks=2", "replicas.threads=true"):
+        said = refusal(f"{JOB} ranks=auto {option}", capsys)
+        assert f"{option} is for a number of ranks, found ranks=auto; give the number" in said
     assert command.run(["plan", *f"{SMALL} ranks=auto batch_size=24 hydra.run.dir=one".split()]) == 0
     assert "ranks=" in capsys.readouterr().err
     again = f"{SMALL} batch_size=24 profile=one/profile.json"
