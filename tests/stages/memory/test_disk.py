@@ -189,10 +189,6 @@ def test_the_rates_are_those_of_the_disk_and_several_requests_are_under_way(open
     assert 2 * alone < read < 4.01 * alone
 
 
-def test_where_no_file_can_be_there_is_no_rate(tmp_path):
-    assert disk_rate(DiskOptions(path=tmp_path / "nowhere")) is None
-
-
 def test_one_large_frame_keeps_several_requests_busy_in_spite_of_200_ms(opened):
     disk, store = opened(Slow)
     frame, values = frame_of(8 * MIB)
@@ -235,7 +231,10 @@ def test_a_bit_that_flips_on_disk_is_found_and_its_frame_named(opened, at):
         assert store.get(key).bytes.equal(kept[key])
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("dies")])
+FAILURES = [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("dies"), SystemExit("dies")]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=repr)
 def test_a_write_that_fails_is_told_to_whoever_comes_next_and_hangs_nobody(opened, error):
     disk, store = opened(Fails)
     kept = put_all(store, [100, 5 * MIB])
@@ -274,19 +273,6 @@ def test_a_read_that_fails_is_told_to_whoever_waits_and_to_nobody_else(opened):
     disk._file.reading = None
     store.drop(1)
     assert store.get(0).bytes.equal(kept[0])
-
-
-def test_a_thread_that_stops_at_an_exit_is_no_end(opened):
-    disk, store = opened(Fails, depth=1)
-    disk._file.writing = SystemExit(3)
-    store.put("a", frame_of(100)[0])
-    with pytest.raises(SystemExit):
-        disk.drain()
-    disk._file.writing = None
-    frame, values = frame_of(100)
-    store.put("b", frame)
-    disk.drain()
-    assert store.get("b").bytes.equal(values)
 
 
 def test_a_budget_bounds_the_file_and_the_rest_stays_in_memory(opened):
@@ -359,31 +345,26 @@ def pages(content):
     return memoryview(own)
 
 
-@pytest.mark.parametrize("reserves", [True, False])
+LACKS = {"nothing": None, "posix_fallocate": (os, errno.EOPNOTSUPP), "fcntl": (fcntl, errno.EINVAL)}
+
+
+@pytest.mark.parametrize("lacks", LACKS)
 def test_nothing_is_seen_in_the_folder_and_bytes_come_back_whatever_a_file_system_lacks(
-    reserves, tmp_path, monkeypatch
+    lacks, tmp_path, monkeypatch
 ):
-    if not reserves:
-        monkeypatch.setattr(os, "posix_fallocate", refusing(errno.EOPNOTSUPP))
+    if lacking := LACKS[lacks]:
+        monkeypatch.setattr(lacking[0], lacks, refusing(lacking[1]))
     file = SwapFile(tmp_path)
     assert file.grow(0, 2 * UNIT)
     assert list(tmp_path.iterdir()) == []
-    file.move_all(file.write, pages(b"penstock"), UNIT)
-    found = pages(b"-")
-    file.move_all(file.read, found, UNIT)
-    assert bytes(found) == b"penstock" * (UNIT // 8)
-    file.close()
-
-
-def test_a_file_system_that_has_no_way_past_the_cache_is_written_through_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "fcntl", refusing(errno.EINVAL))
-    file = SwapFile(tmp_path)
-    assert not file.direct
-    assert file.grow(0, UNIT)
-    file.move_all(file.write, memoryview(b"short"), 3)  # no page, no unit
-    found = memoryview(bytearray(5))
-    file.move_all(file.read, found, 3)
-    assert bytes(found) == b"short"
+    assert lacks != "fcntl" or not file.direct
+    for content, found, at in [
+        (pages(b"penstock"), pages(b"-"), UNIT),
+        *[(memoryview(b"short"), memoryview(bytearray(5)), 3)] * (not file.direct),  # no page, no unit
+    ]:
+        file.move_all(file.write, content, at)
+        file.move_all(file.read, found, at)
+        assert found == content
     file.close()
 
 
@@ -392,10 +373,7 @@ def test_a_folder_that_takes_no_file_is_refused_by_name(tmp_path):
     for folder, found in ((tmp_path / "nowhere", "nowhere"), (tmp_path / "file", "file")):
         with pytest.raises(ConfigError, match=f"found .*/{found} .Not a directory.*memory.path="):
             SwapFile(folder)
-
-
-def test_lengths_are_whole_units():
-    assert [aligned(n) for n in (0, 1, UNIT, UNIT + 1)] == [0, UNIT, UNIT, 2 * UNIT]
+        assert disk_rate(DiskOptions(path=folder)) is None
 
 
 class Endless(SwapFile):
