@@ -79,18 +79,6 @@ class ByteCounter:
                 self._less.notify_all()
 
 
-class Share:
-    """Bytes of one owner in a counter, who counts all of them anew and not the change."""
-
-    def __init__(self, counter: ByteCounter) -> None:
-        self._counter, self.num_bytes = counter, 0
-
-    def set(self, num_bytes: int) -> None:
-        """It has so many bytes now. One thread says so."""
-        self.num_bytes, before = num_bytes, self.num_bytes
-        self._counter.add(num_bytes - before)
-
-
 MOST_PIECE_BYTES = 16 << 20
 _PAGE = 4096
 

@@ -21,7 +21,7 @@ from ...compression.codec import decode, encode
 from ...compression.frame import ALIGNMENT
 from ..device import is_gpu
 from ..worker import Worker
-from .byte_budget import Share, piece_bytes
+from .byte_budget import ByteCounter, piece_bytes
 from .packer import FOR_SAVED, WORTH
 from .saved_storage import TensorView, bytes_around, empty, is_elements, new_bytes, row_view, view_of
 from .stores import Store, UnpooledBuffers
@@ -38,7 +38,7 @@ class TensorStore:
     def __init__(self, store: Store, *, packs: bool) -> None:
         self.store, self.packs, self.own = store, packs, UnpooledBuffers()
         self.ahead = Worker("penstock-memory-parameters")  # prefetches
-        self.resident = Share(store.tiers.device)  # bytes outside of the store
+        self.resident = ByteCounter(wider=(store.tiers.device,))  # bytes outside of the store
         self.bytes_out = self.bytes_in = 0  # of what left and what came, unpacked
         self.exposed_seconds = 0.0
         self._counting, self._reading = threading.Lock(), threading.Lock()
@@ -108,8 +108,7 @@ class EvictableTensor:
         frame = self._frame(number, flat)
         if not store.admit(key, frame.num_bytes):
             return False
-        resident = self._frames.resident  # from here on the store counts it
-        resident.set(resident.num_bytes - num_bytes)
+        self._frames.resident.add(-num_bytes)  # from here on the store counts it
         store.put(key, frame)
         self.stored = True
         self._frames.count(out=num_bytes)
@@ -152,12 +151,12 @@ class EvictableTensor:
 
     def add(self, tensor: Tensor) -> bool:
         """Add ``tensor`` piece by piece to what the store has; False: the store has no room."""
-        flat, resident = self.flat(tensor), self._frames.resident
+        flat = self.flat(tensor)
         for number, place in enumerate(self.places):
             self.fetch([number + 1])
             with self._frames.exposed():
                 piece = self.get_piece(number)
-            resident.set(resident.num_bytes + piece.nbytes)
+            self._frames.resident.add(piece.nbytes)
             if not self.put_piece(number, piece.add_(flat[place])):
                 return False
         return True

@@ -733,6 +733,6 @@ class OffloadedParameters:
         return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
 
     def _note(self, beside: int = 0) -> None:
-        num_bytes = self.resident_bytes + beside
-        self.frames.resident.set(num_bytes)
+        num_bytes, counted = self.resident_bytes + beside, self.frames.resident
+        counted.add(num_bytes - counted.now)
         self.peak_bytes = max(self.peak_bytes, num_bytes)

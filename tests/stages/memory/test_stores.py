@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.compression.buffers import Frame, new_bytes
-from penstock.stages.memory.byte_budget import ByteCounter, Share, Tiers
+from penstock.stages.memory.byte_budget import ByteCounter, Tiers
 from penstock.stages.memory.offload import offload
 from penstock.stages.memory.stores import (
     STORES,
@@ -180,15 +180,6 @@ def test_who_waits_hears_of_every_byte_less_whoever_folds_it(folds):
     adds.join(10)
     waits.join(10)
     assert heard == [None]
-
-
-def test_a_share_says_all_that_it_has():
-    counter = ByteCounter()
-    share, other = Share(counter), Share(counter)
-    share.set(50)
-    other.set(10)
-    share.set(20)
-    assert (counter.now, counter.peak) == (30, 60)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
