@@ -25,6 +25,7 @@ from ..memory.saved_storage import Bytes, refuse_written, view_of
 from ..memory.saved_tensor_hooks import ParameterFilter
 from ..torch_private import memory_id, preserve_version_counter, version_of
 from ..tracing.layers import Layer, Parts, is_local, part_of, tensors_read
+from ..tracing.verify import same_bits
 from .value_routing import Route, reads
 
 Look = tuple[torch.dtype, torch.Size, tuple[int, ...]]
@@ -168,7 +169,7 @@ class _Run:
     def end(self, written: Collection[int]) -> None:
         """The first run is over: keep as they were only the buffers that somebody writes to."""
         self._over = True
-        self._before = [(b, was) for b, was in self._before if id(b) in written or not _same(b, was)]
+        self._before = [(b, was) for b, was in self._before if id(b) in written or not same_bits(b, was)]
 
     def forget(self) -> None:
         """Drop what the second run saved; it may run again."""
@@ -236,11 +237,6 @@ def _copies(items: Mapping[int, Any], changes: Iterable[int]) -> dict[int, Any]:
 
 def _look(tensor: Tensor) -> Look:
     return tensor.dtype, tensor.size(), tensor.stride() if tensor.layout is torch.strided else ()
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a.detach(), b))
-    return torch.equal(one, other)
 
 
 def _fill(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -14,7 +14,7 @@ from ...compression.errors import StageError
 from ..seeds import seeded
 from ..torch_private import tree_flatten, tree_unflatten, version_of
 from ..tracing.dataflow import Outputs, Probe, Value
-from ..tracing.layers import Layer, Parts, call_of, check_result, modes_of
+from ..tracing.layers import Layer, Parts, run_layer
 from .nan_check import Watch
 from .value_routing import Route, Visit
 
@@ -109,11 +109,7 @@ def walk(
 
 def _run(layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, route: Route) -> Any:
     tied = {node: env[node] for node in route.foreign if node.op == "get_attr" and node in env}
-    function, args, kwargs = call_of(layer, env, parts, tied, samples=route.record.samples)
-    with modes_of(layer):
-        result = function(*args, **kwargs)
-    check_result(layer, result, route.record.samples)
-    return result
+    return run_layer(layer, env, parts, tied, samples=route.record.samples)
 
 
 def _freely(
