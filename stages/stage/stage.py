@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -27,7 +28,7 @@ from ..tracing.dataflow import Value
 from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, parts_within, run_output
 from ..weight_versions.versions import WeightVersions
 from .nan_check import Checks, Guard, Watch
-from .recompute import Forward, RecomputedActivations, Section, sections
+from .recompute import Forward, RecomputedActivations, sections
 from .run_layers import NO_LAYERS, Observer, enter, walk
 from .split_backward import Root, Split, run
 from .value_routing import Route
@@ -63,8 +64,14 @@ def of_backward(error: Exception) -> StageError:
 
 
 _NOTHING = contextlib.nullcontext()
-KEPT = 64  # parts of records for other shapes
+KEPT = 64  # routes for other shapes, whose parts and sections are known
 LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call
+
+
+def _parts_of(known: Parts, route: Route, *, device: torch.device, output: bool) -> Parts:
+    """Return the parts of the layers of a ``route`` for another shape, all of which are ``known``."""
+    parts = parts_within(known, route.traced, [visit.layer for visit in route.visits], output=output)
+    return parts.on(device, route.traced.recorded)
 
 
 class Stage:
@@ -91,7 +98,9 @@ class Stage:
             mode: parts_of(model, *run, output=last).on(self.device.torch, run[0].recorded)
             for mode, run in (("train", train), ("eval", evaluation))
         }
-        self.others: dict[int, tuple[Traced, Parts]] = {}  # of records for other shapes
+        self.other_parts = functools.lru_cache(KEPT)(
+            functools.partial(_parts_of, device=self.device.torch, output=last)
+        )
         self.generators = self.device.generators
         self.moved = NO_LAYERS
         named = self.parts["train"].named_tensors()
@@ -109,7 +118,7 @@ class Stage:
         self.saved: KeepOnDevice
         self.saved, parameters = KeepOnDevice(), ParameterFilter(tensors, mirror)
         self.again: RecomputedActivations | None = None
-        self.sections: dict[int, tuple[Route, dict[str, Section]]] = {}  # of routes
+        self.sections = functools.lru_cache(KEPT)(functools.partial(sections, recompute=recompute))
         self.parameter_observers = () if mirror is None else (mirror.layer_done,)
         self.observers: tuple[Observer, ...] = self.parameter_observers
         if store is not None:
@@ -201,11 +210,7 @@ class Stage:
                 values = enter(entered, section, self.anchor, {})  # whose graph is nobody's
                 walk(values, parts, route=section, observers=self.parameter_observers, **how)
 
-        if self.sections.get(id(route), (None,))[0] is not route:
-            self.sections[id(route)] = route, sections(route, parts, self.recompute)
-            if len(self.sections) > KEPT:
-                del self.sections[next(iter(self.sections))]
-        return Forward(values, self.sections[id(route)][1], run)
+        return Forward(values, self.sections(route, parts), run)
 
     def _refuse(self, value: Value) -> NoReturn:
         """Refuse to send a value that asks for a gradient, and did not when traced."""
@@ -219,17 +224,8 @@ class Stage:
         )
 
     def _parts_for(self, mode: str, route: Route) -> Parts:
-        traced = route.traced
-        if traced is self.traced[mode]:
-            return self.parts[mode]
-        known = self.others.get(id(traced))
-        if known is None or known[0] is not traced:
-            layers = [visit.layer for visit in route.visits]
-            parts = parts_within(self.parts[mode], traced, layers, output=self.last)
-            known = self.others[id(traced)] = traced, parts.on(self.device.torch, traced.recorded)
-            if len(self.others) > KEPT:
-                del self.others[next(iter(self.others))]
-        return known[1]
+        known = self.parts[mode]
+        return known if route.traced is self.traced[mode] else self.other_parts(known, route)
 
     @contextlib.contextmanager
     def _inside(self, micro_batch: int, batch: int, tied: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -33,7 +33,7 @@ class Visit(NamedTuple):
     writes: frozenset[int]  # the values sent from here that it wrote to when it was traced
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Route:
     """One stage of a run; values are known by number."""
 

@@ -72,7 +72,7 @@ class Traced(Recording):
         same_way(self.nodes, self.again(model_copy, inputs, expects=expects), samples)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Parts:
     """Modules and tensors that some layers name, by dotted path; nothing else of the model is kept.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,32 +43,29 @@ class Shapes:
         self.real = {"train": graph.train_probe, "eval": graph.eval_probe}
         self.example, self.autocast = _key(graph.example_inputs), graph.autocast
         self.roots = {"train": on_meta(graph.model_copy), "eval": on_meta(graph.model_copy).eval()}
-        self.known: dict[tuple[str, object], Probe] = {}
         modes = self.traced.items()
         self.differences = {mode: traced.fixed or self._difference(mode) for mode, traced in modes}
+        self._of_other = functools.lru_cache(KEPT)(self._other_probe)
 
     def probe(self, mode: str, inputs: Sequence[torch.Tensor]) -> Probe:
         """The record of ``mode`` ("train" or "eval") for inputs of these shapes.
 
         Raises: PlanError: the model's shapes cannot be followed, or it does not take such a micro-batch."""
         key = _key(inputs)
-        if key == self.example:
-            return self.real[mode]
-        if (mode, key) not in self.known:
-            if reason := self.differences[mode]:
-                raise self._other(key, f"this model's shapes cannot be told without running it ({reason})")
-            try:
-                found = self._run(mode, key)
-            except PlanError:
-                raise
-            except Exception as error:
-                why = f"the model does not run on it as it was traced ({error})"
-                raise self._other(key, f"{why}; use micro-batches like the example") from error
-            if len(self.known) == KEPT:
-                del self.known[next(iter(self.known))]
-            real = self.real[mode]
-            self.known[mode, key] = dataclasses.replace(found, random=real.random, seeded=real.seeded)
-        return self.known[mode, key]
+        return self.real[mode] if key == self.example else self._of_other(mode, key)
+
+    def _other_probe(self, mode: str, key: _Key) -> Probe:
+        if reason := self.differences[mode]:
+            raise self._other(key, f"this model's shapes cannot be told without running it ({reason})")
+        try:
+            found = self._run(mode, key)
+        except PlanError:
+            raise
+        except Exception as error:
+            why = f"the model does not run on it as it was traced ({error})"
+            raise self._other(key, f"{why}; use micro-batches like the example") from error
+        real = self.real[mode]
+        return dataclasses.replace(found, random=real.random, seeded=real.seeded)
 
     def _run(self, mode: str, key: _Key) -> Probe:
         traced: Traced = self.traced[mode]
