@@ -164,7 +164,7 @@ class HostStore(Store):
         super().drop(key)
 
 
-class DiskStore(Store):
+class DiskStore(HostStore):
     """Frames on a disk; those of a GPU pass through pinned memory, inside ``Stream.run``."""
 
     tier = "disk"
@@ -173,8 +173,6 @@ class DiskStore(Store):
         super().__init__(options)
         self.disk = options.disk or Disk(DiskOptions(path=options.path), tiers=self.tiers)
         self._entries: dict[Hashable, SwapEntry] = {}
-        self._pinned, self._unpooled = PinnedPool(), UnpooledBuffers()
-        self._devices: dict[Hashable, torch.device] = {}
 
     def pool(self) -> Pool:
         return self.disk.buffers
@@ -213,8 +211,7 @@ class DiskStore(Store):
         return Frame(buffer, pinned.num_bytes, self._unpooled)
 
     def drop(self, key: Hashable) -> None:
-        self._devices.pop(key, None)
-        self._count(key, None)
+        super().drop(key)
         if (entry := self._entries.pop(key, None)) is not None:
             self.disk.forget(entry)
 
