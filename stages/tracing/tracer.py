@@ -26,7 +26,7 @@ from ..meta_watch import META
 from ..seeds import seeded
 from .aliases import Groups, shared, shared_memory_reason, unregistered_views
 from .capture.call_spec import Call, Examples, fresh, other_data, resized
-from .capture.capture import Captured, Known, Recording, capture, default_leaf
+from .capture.capture import Captured, Recording, capture, default_leaf
 from .capture.nodes import path_of
 from .dataflow import Probe, probe
 from .guards import traced_state
@@ -231,7 +231,8 @@ def _proven(
                 leaf=lambda path, module: path in modules or default_leaf(module),
                 functions=functions.values(),
                 written=written,
-                known=beside and Known(nodes=beside.nodes, constants=beside.constants, fixed=beside.fixed),
+                known=beside,
+                nodes=beside.nodes if beside else (),
             )
         refuse_valueless(captured.graph, captured.constants)
         leaves = {**modules, **captured.leaves, **dict.fromkeys(functions, "by request")}

@@ -63,15 +63,6 @@ class Captured(Recording):
     seed: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """A record in train mode: its ``nodes``, whose numbers are rules, and facts of the run."""
-
-    nodes: Sequence[fx.Node]
-    constants: Mapping[str, torch.Tensor]
-    fixed: str
-
-
 def capture(
     model: nn.Module,
     call: Call,
@@ -81,7 +72,8 @@ def capture(
     leaf: Callable[[str, nn.Module], bool],
     functions: Collection[Callable[..., Any]] = (),
     written: Collection[str] = (),
-    known: Known | None = None,
+    known: Recording | None = None,
+    nodes: Sequence[fx.Node] = (),
 ) -> Captured:
     """Record ``model`` on ``example``.
 
@@ -89,7 +81,8 @@ def capture(
              if ``shifted``.
              leaf: whether a module is one layer by somebody's choice; ``functions``: those that are.
              written: the buffers that a forward changes.
-             known: a record that was held to other data and sizes; a run that goes its way is not.
+             known: a record that was held to other data and sizes, with its ``nodes``, whose numbers are
+             rules; a run that goes their way is not.
     Raises:  PlanError: a run cannot be repeated, and no module around the place can be one layer."""
     runs = _Runs(call, leaf, functions, written)
     samples, moves, fixed = call.samples_of(example), dict[fx.Node, Any](), ""
@@ -105,7 +98,7 @@ def capture(
             constants = recorder.constants or (known and known.constants)
             if known is not None and not constants and not _counts(recorder.graph):
                 with contextlib.suppress(Different):
-                    moves, fixed = moving_as(known.nodes, recorder.graph, samples), known.fixed
+                    moves, fixed = moving_as(nodes, recorder.graph, samples), known.fixed
                     break
             if not runs.chosen and not _counts(recorder.graph):
                 others, moves = runs.on_other_data_and_sizes(recorder.graph, copies, example, applied)
