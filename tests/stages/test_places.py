@@ -28,7 +28,7 @@ def gpus(monkeypatch):
     ("count", "name", "local_rank", "found"),
     [
         *((0, "cpu", 1, "cpu"), (0, "auto", 1, "cpu"), (2, "cpu", 1, "cpu"), (2, "auto", 1, "cuda:1")),
-        *((2, "cuda", 0, "cuda:0"), (2, "cuda:0", 1, "cuda:0")),
+        *((2, "cuda", 0, "cuda:0"), (2, "cuda:0", 1, "cuda:0"), (2, "cuda:1", 0, "cuda:1")),
         *((2, "cuda", 3, "cuda:1"), (1, "cuda", 3, "cuda:0")),  # more ranks than GPUs share them
     ],
 )
@@ -43,7 +43,7 @@ def test_a_name_means_a_device_of_this_rank(count, name, local_rank, found, gpus
         (0, "cuda", "needs a GPU.* take device=cpu"),
         (0, "cuda:0", "needs a GPU"),
         (2, "cuda:2", "which has cuda:0, cuda:1"),
-        *((2, name, "known are cpu, cuda, cuda:N and auto") for name in ("tpu", "cuda:", "cpu:1", "")),
+        *((2, name, "known are cpu, cuda, cuda:N and auto") for name in ("tpu", "meta", "cuda:", "")),
     ],
 )
 def test_what_is_not_there_is_refused_in_one_sentence(count, name, told, gpus):
@@ -58,14 +58,6 @@ def test_a_device_is_one_object_and_a_gpu_without_a_number_is_the_current_one(gp
     assert device_of(torch.device("cuda", 1)) is not device_of(torch.device("cuda", 2))
     assert isinstance(device_named("cuda:1"), CudaDevice)
     assert device_of(CPU) is device_of(torch.device("cpu")) is device_named("cpu")
-
-
-def test_a_device_may_be_given_as_torch_has_it(gpus):
-    gpus(2)
-    assert str(device_named(str(torch.device("cuda", 1))).torch) == "cuda:1"
-    assert str(device_named("cuda", local_rank=1).torch) == "cuda:1"
-    with pytest.raises(ConfigError, match="device=meta is not known"):
-        device_named(str(torch.device("meta")))
 
 
 def test_a_model_is_at_home_where_its_parameters_are_or_else_its_buffers():

@@ -5,7 +5,7 @@ import torch
 from devices import Noting
 from torch import nn
 
-from penstock import measure, trace
+from penstock import trace
 from penstock.stages.seeds import drew, generators_of, layer_seed, seeded, states_of
 from penstock.stages.stage.stage import Stage
 from penstock.stages.stage.value_routing import routes
@@ -69,12 +69,3 @@ def test_a_stage_seeds_a_layer_that_draws_from_its_devices_generator():
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
     assert not drew(device.generators, before)
-
-
-def test_tracing_leaves_other_generators_than_the_models_alone(monkeypatch):
-    """torch.manual_seed would seed those of all GPUs of the person's process."""
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeds every device"))
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(3, 4)
-    before = torch.get_rng_state()
-    measure(trace(model, (x,)), (x,), repeats=1)
-    assert torch.equal(torch.get_rng_state(), before)

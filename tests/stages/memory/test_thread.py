@@ -152,31 +152,23 @@ def test_frames_are_forgotten_while_the_backward_runs(made):
     assert all_of_it == max(left) > 4 * min(left)
 
 
-def test_what_somebody_still_holds_stays_until_the_forward_is_over(made):
-    net = deep()
+@pytest.mark.parametrize("holder", ["a list", "an array"])
+def test_what_somebody_still_holds_may_be_written_to_and_stays_until_the_forward_is_over(holder, made):
+    """Whoever made a NumPy array may write to it: no count of torch's says so."""
+    net, held, memory = deep(), [], torch.rand(SIZE).numpy()
     saved, _ = made(net, prefetch_layers=0)
-    held = []
 
     def keeps(x, _):
         held.append(x)
         return x * x
 
-    net.layers[0].node.target = keeps
+    net.layers[0].node.target = keeps if holder == "a list" else lambda x, _: torch.from_numpy(memory) * x
     seen, _graph = states_at(saved, net, DEPTH - 2)
-    assert seen[0] == "resident"  # written to it may still be
+    assert seen[0] == "resident"
     held.clear()
     saved.offload(0, {})
     saved.wait()
     assert states(saved)[0] == "offloaded"
-
-
-def test_a_view_of_somebody_elses_memory_stays_during_the_forward(made):
-    """Whoever made the NumPy array may write to it: no count of torch's says so."""
-    net, memory = deep(), torch.rand(SIZE).numpy()
-    saved, _ = made(net, prefetch_layers=0)
-    net.layers[0].node.target = lambda x, _: torch.from_numpy(memory) * x
-    seen, _ = states_at(saved, net, DEPTH - 2)
-    assert seen[0] == "resident"
 
 
 def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost(saver):

@@ -44,16 +44,13 @@ PLAN = Plan(
 )
 
 
-def test_a_plan_comes_back_as_it_was_saved(tmp_path):
+def test_a_plan_comes_back_as_it_was_saved_and_asked_for(tmp_path):
     away = {"tier": "packed", "weights_tier": "host", "parameters_tier": "disk", "device": "cuda:3"}
     one = stage_of("größe", codecs={"relu": "raw"}, gradient_codecs={"": "fp8"}, **away)
     other = stage_of("b", num_parameters=2**70, forward_seconds=1e300, ranks=(1, 2), shares=(3, 1))
     for plan in (PLAN, dataclasses.replace(PLAN, stages=(one, other), memory=None, link=1e-3)):
         plan.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == plan
-
-
-def test_a_plan_remembers_which_cuts_were_asked_for(tmp_path):
     asked = dataclasses.replace(PLAN, asked=Asked(stages=None, ranks=2, cuts=("relu", "pool")))
     asked.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").asked == asked.asked

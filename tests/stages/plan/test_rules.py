@@ -54,28 +54,31 @@ def test_what_does_not_is_refused_by_name(given, told):
         check(**given)
 
 
-def test_offloaded_parameters_are_not_predicted():
-    check_mirror(prediction=True, parameters_tier="device")
-    check_mirror(prediction=False, parameters_tier="host")
-    with pytest.raises(PlanError, match="found prediction=true and parameters host"):
-        check_mirror(prediction=True, parameters_tier="host")
+STASHED, DOUBLE = ({"weights": name} for name in ("stashed", "double_buffered"))
+FED_BACK = r"^error_feedback=true .* found schedule=\w+ weights=\w+; take"
+OTHERS = [
+    (check_mirror, {"prediction": True, "parameters_tier": "device"}, None),
+    (check_mirror, {"prediction": False, "parameters_tier": "host"}, None),
+    (check_mirror, {"prediction": False, "parameters_tier": "device", "error_feedback": True}, None),
+    (check_mirror, {"prediction": True, "parameters_tier": "host"}, "prediction=true and parameters host"),
+    (
+        check_mirror,
+        {"prediction": False, "parameters_tier": "disk", "error_feedback": True},
+        "found error_feedback=true and parameters disk",
+    ),
+    (check, DOUBLE | {"error_feedback": True}, None),
+    *((check, given | {"error_feedback": True}, FED_BACK) for given in ({}, {"schedule": "zb_h1"})),
+    (check, STASHED | {"schedule": "async_1f1b", "error_feedback": True}, FED_BACK),
+    (check_again, STASHED | {"prediction": False}, None),
+    (check_again, STASHED | {"prediction": True}, r"weights of the first time.*recompute=false"),
+    (check_again, {"weights": "latest", "prediction": False}, r"of the first time.*recompute=false"),
+]
 
 
-def test_errors_are_fed_back_to_double_buffered_weights_on_the_device():
-    check(weights="double_buffered", error_feedback=True)
-    check_mirror(prediction=False, parameters_tier="device", error_feedback=True)
-    for given in ({}, {"schedule": "zb_h1"}, {"schedule": "async_1f1b", "weights": "stashed"}):
-        with pytest.raises(PlanError, match=r"^error_feedback=true .* found schedule=\w+ weights=\w+; take"):
-            check(error_feedback=True, **given)
-    with pytest.raises(PlanError, match="found error_feedback=true and parameters disk"):
-        check_mirror(prediction=False, parameters_tier="disk", error_feedback=True)
-
-
-def test_a_second_forward_sees_the_weights_of_the_first():
-    check_again(weights="stashed", prediction=False)
-    for weights, prediction in (("latest", False), ("stashed", True)):
-        with pytest.raises(PlanError, match=r"weights of the first time.*recompute=false"):
-            check_again(weights=weights, prediction=prediction)
+@pytest.mark.parametrize(("rule", "given", "told"), OTHERS)
+def test_mirrors_errors_and_second_forwards_go_with_some_weights_alone(rule, given, told):
+    with contextlib.nullcontext() if told is None else pytest.raises(PlanError, match=told):
+        rule(**given)
 
 
 def test_extra_in_flight_stays_for_synchronous_schedules():
