@@ -101,16 +101,21 @@ class _SafetensorsFile:
     damage: str  # a sentence around what was ``found``
     remedy: str
 
-    def _header(self, path: Path, *, num_bytes: int | None = None) -> tuple[bytes, int]:
-        """Return the first bytes of a file up to its tensors, and the ``num_bytes`` of all of it."""
+    def _header(self, path: Path, receipt: Receipt | None = None) -> tuple[bytes, Any, dict[str, Entry]]:
+        """Return the first bytes of a file up to its tensors, its metadata, and what it says of each."""
         with open_regular(path) as file:
             size, begin = path.stat().st_size, file.read(8)
-            if num_bytes not in (None, size):
-                raise self._damaged(f"it has {size:,} bytes of {num_bytes:,}")
+            if receipt is not None and size != receipt.num_bytes:
+                raise self._damaged(f"it has {size:,} bytes of {receipt.num_bytes:,}")
             (length,) = struct.unpack("<Q", begin)
             if length > min(size, LONGEST_HEADER):
                 raise ValueError("its header ends behind it")
-            return begin + file.read(length), size
+            begin += file.read(length)
+        if receipt is not None and checksum(begin) != receipt.header:
+            raise self._damaged("its header was altered")
+        header = json.loads(begin[8:])
+        metadata = header.pop("__metadata__", None)
+        return begin, metadata, _entries(path, header, len(begin), size)
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -152,14 +157,10 @@ class TensorFile(_SafetensorsFile):
     def __init__(self, path: Path, receipt: Receipt) -> None:
         self.path = path
         with self._refusing():
-            begin, size = self._header(path, num_bytes=receipt.num_bytes)
-            if checksum(begin) != receipt.header:
-                raise self._damaged("its header was altered")
-            header = json.loads(begin[8:])
-            described = json.loads(header.pop("__metadata__")["penstock"])
+            _, metadata, self._entries = self._header(path, receipt)
+            described = json.loads(metadata["penstock"])
             self.notes: Mapping[str, Any] = described["notes"]
             self._checksums, self._strides = described["checksums"], described["strides"]
-            self._entries = _entries(path, header, len(begin), size)
         self.names = frozenset(self._entries)
 
     def read(self, name: str) -> Tensor:
@@ -200,10 +201,7 @@ class WeightsFile(_SafetensorsFile):
         begins = []
         with self._refusing():
             for part, names in self._parts().items():
-                begin, size = self._header(part)
-                header = json.loads(begin[8:])
-                header.pop("__metadata__", None)
-                entries = _entries(part, header, len(begin), size)
+                begin, _, entries = self._header(part)
                 if missing := sorted(names - entries.keys()):
                     raise self._damaged(f"{part.name} lacks {missing[0]}, which the index says it has")
                 self.entries |= {name: entries[name] for name in (names or entries)}
