@@ -259,15 +259,10 @@ class Stage:
     ) -> dict[int, torch.Tensor | None]:
         """From the gradients of the values that ``micro_batch`` sent to those of the values it received."""
         running = self.running.pop(micro_batch)
-        try:
-            with self.weights.backward(micro_batch):
-                self.saved.ready(micro_batch)
-                roots = running.begins(gradients)
-                run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
-        except Exception as error:
-            raise of_backward(error) from error
-        finally:
-            self._forget(micro_batch)
+        with self._going_back(micro_batch, ends=True):
+            self.saved.ready(micro_batch)
+            roots = running.begins(gradients)
+            run_weights_first(roots, self.anchor) if self.weights_first else run(roots)
         return running.ends()
 
     def backward_inputs(
@@ -276,16 +271,13 @@ class Stage:
         """The first half of ``backward``, which returns the same; ``backward_weights`` is the second. Where
         no gradient of what was received is asked for, it only keeps ``gradients``."""
         running = self.running[micro_batch]
-        try:
-            with self.weights.backward(micro_batch):
-                running.split = Split(running.begins(gradients))
-                if running.asks:
-                    self.saved.ready(micro_batch)
-                    others = [other.split for other in self.running.values() if other.split is not None]
-                    waiting = others[:-1] if self.sums_in_place else []
-                    running.split.inputs(self.anchor, release=not self.stores, waiting=waiting)
-        except Exception as error:
-            raise of_backward(error) from error
+        with self._going_back(micro_batch, ends=False):
+            running.split = Split(running.begins(gradients))
+            if running.asks:
+                self.saved.ready(micro_batch)
+                others = [other.split for other in self.running.values() if other.split is not None]
+                waiting = others[:-1] if self.sums_in_place else []
+                running.split.inputs(self.anchor, release=not self.stores, waiting=waiting)
         running.loss, running.roots = None, {}
         self.saved.halfway(micro_batch)
         return running.ends()
@@ -294,19 +286,22 @@ class Stage:
         """The second half: the gradients of the weights that the first left, and the end of both."""
         running = self.running.pop(micro_batch)
         assert running.split is not None
+        with self._going_back(micro_batch, ends=True):
+            if not running.asks:
+                self.saved.ready(micro_batch)
+            running.split.weights()
+
+    @contextlib.contextmanager
+    def _going_back(self, micro_batch: int, *, ends: bool) -> Iterator[None]:
         try:
             with self.weights.backward(micro_batch):
-                if not running.asks:
-                    self.saved.ready(micro_batch)
-                running.split.weights()
+                yield
         except Exception as error:
             raise of_backward(error) from error
         finally:
-            self._forget(micro_batch)
-
-    def _forget(self, micro_batch: int) -> None:
-        self._drop(micro_batch)
-        self.weights.done(micro_batch)
+            if ends:
+                self._drop(micro_batch)
+                self.weights.done(micro_batch)
 
     def _drop(self, micro_batch: int) -> None:
         self.saved.drop(micro_batch)
