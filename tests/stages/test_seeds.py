@@ -22,23 +22,13 @@ def test_all_generators_are_seeded_and_put_back_even_behind_an_error(number):
             assert drew(generators, before)
             raise RuntimeError("in between")
 
+    assert generators_of([torch.zeros(1), torch.zeros(1, device="meta")]) == (torch.default_generator,)
     with pytest.raises(RuntimeError, match="in between"):
         draw()
     assert not drew(generators, before)
     assert torch.equal(drawn[0], torch.rand(3, generator=torch.Generator().manual_seed(7)))
     torch.rand(1, generator=generators[number])
     assert drew(generators, before)
-
-
-def test_without_a_seed_a_block_goes_on_from_where_they_are():
-    generator = torch.Generator().manual_seed(1)
-    with seeded(None, [generator]):
-        inside = torch.rand(3, generator=generator)
-    assert torch.equal(inside, torch.rand(3, generator=generator))
-
-
-def test_what_is_on_the_cpu_draws_from_its_generator_alone():
-    assert generators_of([torch.zeros(1), torch.zeros(1, device="meta")]) == (torch.default_generator,)
 
 
 def test_a_stage_seeds_a_layer_that_draws_from_its_devices_generator():

@@ -7,8 +7,8 @@ from reference import same_bits
 from saving import Net, Square, gradients
 from torch import nn
 
-from penstock.stages.memory.packer import LayerAwareCompressor, signs, two_words
-from penstock.stages.memory.saved_storage import no_space, row_view, view_of
+from penstock.stages.memory.packer import LayerAwareCompressor, two_words
+from penstock.stages.memory.saved_storage import no_space, view_of
 
 
 class Planted(nn.Module):
@@ -111,21 +111,6 @@ def test_a_hooked_layer_proves_nothing():
     expected, _ = gradients(Net(model), x, None)
     found, _ = gradients(Net(model), x, {})
     assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
-
-
-def slow_signs(flat):
-    return torch.tensor([0.0 if value <= 0 else 1.0 for value in flat.tolist()], dtype=flat.dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("count", [1, 7, 8, 65])
-def test_one_bit_per_element_is_what_its_slow_twin_says(dtype, count):
-    special = torch.tensor([0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42])
-    flat = special.to(dtype).repeat(8)[:count]
-    compact = signs(flat)
-    assert compact.tensor.nbytes == -(-count // 8)
-    row = row_view(count, dtype)
-    assert same_bits(row.over(compact.expand(compact.tensor, no_space)), slow_signs(flat))
 
 
 def test_two_words_come_back_and_three_are_not_taken():

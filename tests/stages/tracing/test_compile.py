@@ -83,17 +83,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
-)
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:]]
+INDUCTOR = pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs a C++ compiler")
+DEFAULT = Case(model="inductor_mlp", cuts=2, micro_batches=2)
+SLOW += [pytest.param(DEFAULT, marks=[pytest.mark.slow, INDUCTOR])]
+
+
+@pytest.mark.parametrize("case", [CASES[0], *SLOW], ids=str)
 def test_training_has_the_bits_of_the_plain_loop_over_the_same_pieces(case):
     assert differences(case) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs a C++ compiler")
-def test_so_it_has_with_the_default_backend():
-    assert differences(Case(model="inductor_mlp", cuts=2, micro_batches=2)) == []
 
 
 def test_a_compiled_module_is_one_layer_under_its_own_names():

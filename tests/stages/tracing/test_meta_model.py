@@ -75,7 +75,7 @@ def test_a_recurrent_network_and_one_of_lists_of_blocks_are_recorded():
     assert penstock.trace(encoder, (torch.randn(3, 5, 8),)).layers == ("layers_0", "layers_1")
 
 
-def test_what_forward_makes_of_no_tensor_has_no_values_either():
+def test_what_forward_makes_of_no_tensor_has_no_values_either_but_for_arrays():
     adds = two(
         lambda self, x: x * torch.arange(4) + torch.tensor([1.0, 2.0, 3.0, 4.0]) * SCALE + torch.rand(4),
         "Adds",
@@ -84,9 +84,6 @@ def test_what_forward_makes_of_no_tensor_has_no_values_either():
     assert graph.train.constants == {"_constant_0": SCALE}
     assert graph.train_probe.random == {"rand"}
     assert {graph.train_probe.values[i].dtype for i in (2, 3)} == {torch.float32, torch.int64}
-
-
-def test_an_array_that_forward_makes_has_values_also_where_the_model_has_none():
     of_numpy = two(lambda self, x: x * torch.from_numpy(numpy.ones(4, dtype="float32")), "OfNumpy")
     graph = penstock.trace(bare(of_numpy), (X.to("meta"),))
     assert [tensor.tolist() for tensor in graph.train.constants.values()] == [[1.0] * 4]
