@@ -14,15 +14,10 @@ def opened(tmp_path):
     """Makes disks with their stores, and closes them."""
     disks, before = [], threading.enumerate()
 
-    def make(swap_file=SwapFile, *, depth=4, most_waiting=64 << 20, **options):
-        disk = Disk(
-            DiskOptions(**{"path": tmp_path, **options}),
-            swap_file=swap_file,
-            depth=depth,
-            most_waiting=most_waiting,
-        )
+    def make(swap_file=SwapFile, *, path=tmp_path, budget=None, tiers=None, **how):
+        disk = Disk(DiskOptions(path=path, budget=budget), swap_file=swap_file, tiers=tiers, **how)
         disks.append(disk)
-        return disk, DiskStore(StoreOptions(disk=disk))
+        return disk, DiskStore(StoreOptions(disk=disk, tiers=tiers))
 
     yield make
     for disk in disks:

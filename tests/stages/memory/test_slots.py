@@ -8,7 +8,7 @@ import torchvision
 from cases import OPTIMIZERS
 from far import AwayStore
 from reference import same_bits
-from saving import Net, Square, forward, saved_for
+from saving import Net, Square, forward
 from torch import nn
 
 import penstock
@@ -97,11 +97,11 @@ DEPTH, SIZE = 8, 1 << 14
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("kind", [Square, Keeps])
-def test_from_the_second_step_on_a_fetch_allocates_nothing(kind, ahead):
+def test_from_the_second_step_on_a_fetch_allocates_nothing(kind, ahead, saver):
     KEPT.clear()
     net = Net(nn.Sequential(*[kind() for _ in range(DEPTH)]))
     thread = MemoryThread(MemoryOptions(prefetch_layers=ahead), num_layers={0: DEPTH})
-    saved = saved_for(net, store=AwayStore(), codec="raw", thread=thread)
+    saved = saver(net, store=AwayStore(), codec="raw", thread=thread)
     read, slots = thread.reads, thread.slots
 
     def waits(run, layer):
@@ -137,11 +137,11 @@ def test_from_the_second_step_on_a_fetch_allocates_nothing(kind, ahead):
     assert thread.tiers.slots_bytes == 0
 
 
-def test_what_two_passes_read_has_no_slot():
+def test_what_two_passes_read_has_no_slot(saver):
     thread = MemoryThread(MemoryOptions(prefetch_layers=0), num_layers={0: 1})
     passes = [Pass(0, 0), Pass(0, 0, reads=True)]
     net = Net(nn.Sequential(Square()))
-    saved = saved_for(net, store=AwayStore(), codec="raw", thread=thread)
+    saved = saver(net, store=AwayStore(), codec="raw", thread=thread)
     for program, number in (passes, 1), ([*passes, passes[1]], 0):
         thread.begin(program)
         thread.at(0)
@@ -151,7 +151,6 @@ def test_what_two_passes_read_has_no_slot():
         out.sum().backward()
         saved.drop(0)
         assert len(thread.slots._lifetimes) == number
-    saved.close()
 
 
 def test_the_layers_of_another_shape_are_numbered_from_the_first(saver):

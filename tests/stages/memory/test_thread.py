@@ -1,5 +1,6 @@
 """The memory thread: what was saved leaves by layer, and comes back by layer; a limit of the device holds."""
 
+import functools
 import threading
 
 import pytest
@@ -7,14 +8,13 @@ import torch
 from disks import Slow
 from far import AwayStore
 from reference import same_bits
-from saving import Net, Square, busy, ends, forward, memory_threads, saved_for, settle
+from saving import Net, Square, busy, ends, forward, settle
 from torch import nn
 
 from penstock.compression.errors import ConfigError, StageError
 from penstock.stages.memory.byte_budget import MemoryOptions, Tiers
-from penstock.stages.memory.disk import Disk, DiskOptions, SwapFile
+from penstock.stages.memory.disk import SwapFile
 from penstock.stages.memory.prefetch import NEVER, MemoryThread, Pass, Timeline
-from penstock.stages.memory.stores import DiskStore, StoreOptions
 
 DEPTH, SIZE = 12, 1 << 18
 PROGRAM = [Pass(0, 0), Pass(0, 0, reads=True)]
@@ -265,13 +265,11 @@ DEEP, MIB = 30, 1 << 20
 class Held:
     """A deep net whose saved tensors go to a disk, within ``limit`` bytes."""
 
-    def __init__(self, folder, limit, swap_file=SwapFile):
-        self.tiers = Tiers(device=limit)
-        self.disk = Disk(DiskOptions(path=folder), swap_file=swap_file, most_waiting=MIB, tiers=self.tiers)
-        self.net = deep(DEEP)
+    def __init__(self, opened, saver, limit, swap_file=SwapFile):
+        self.tiers, self.net = Tiers(device=limit), deep(DEEP)
+        self.disk, store = opened(swap_file, most_waiting=MIB, tiers=self.tiers)
         self.thread = MemoryThread(num_layers={0: len(self.net.layers)}, tiers=self.tiers)
-        store = DiskStore(StoreOptions(disk=self.disk, tiers=self.tiers))
-        self.saved = saved_for(self.net, store=store, codec="raw", thread=self.thread)
+        self.saved = saver(self.net, store=store, codec="raw", thread=self.thread)
 
     def forward(self, *, waits=False):
         """The input and the output; ``waits``: until what may leave has left."""
@@ -292,25 +290,11 @@ class Held:
         self.disk.drain()  # of what was fetched and not needed
         return x.grad
 
-    def close(self):
-        self.saved.close()
-        self.disk.close()
-
 
 @pytest.fixture
-def held(tmp_path):
+def held(opened, saver):
     """Makes nets within a limit, and closes them."""
-    settle()
-    made = []
-
-    def make(limit, swap_file=SwapFile):
-        made.append(Held(tmp_path, limit, swap_file))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-    assert memory_threads() == []
+    return functools.partial(Held, opened, saver)
 
 
 def test_the_most_bytes_are_within_the_limit_and_a_frame_on_its_way(held):

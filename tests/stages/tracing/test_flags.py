@@ -130,8 +130,13 @@ def used(model):
     model.train()
 
 
-def hook(model):
-    model.first.linear.register_forward_hook(lambda module, args, output: output * 2)
+def hook(factor):
+    def change(model):
+        hooks = model.first.linear._forward_hooks
+        hooks.clear()
+        hooks.update({7: lambda module, args, output: output * factor} if factor else {})
+
+    return change
 
 
 DROPS, CUTS = ["first_drop", "second_drop"], ["start", "first_norm", "first_drop", "second_linear"]
@@ -148,7 +153,7 @@ COUNTS = {
     "all sleep": (one_draws, [nothing, sleep(""), wake("")], DROPS[1:], CUTS),
     "it ran in eval mode": (Net, [nothing, used, used], DROPS, CUTS),
     "freezing": (Net, [nothing, trains("start", False), trains("start", True)], DROPS, FEW),
-    "a hook on a layer": (Net, [nothing, hook], DROPS, FEW),
+    "a hook on a layer": (Net, [nothing, *map(hook, (2, 3, 0, 2))], DROPS, FEW),
     "an attribute of a layer": (Net, [nothing, set_on("first.norm", "momentum", 0.5)], DROPS, FEW),
     "dropout that begins later": (quiet, [nothing, set_on("first.drop", "p", 0.3)], DROPS[:1], FEW),
     "a module that eval() leaves awake": (awake, [nothing, nothing], (), CUTS),

@@ -408,19 +408,6 @@ def read_by_a_layer_alone(net):
     net.leaf.factor, net.leaf.table["k"] = 3.0, 5.0
 
 
-def hooked(hook):
-    def change(net):
-        net.b._forward_hooks.clear()
-        if hook is not None:
-            net.b._forward_hooks[7] = hook
-
-    return change
-
-
-def times(factor):
-    return lambda module, args, output: output * factor
-
-
 def reads_much(self, x):
     asked = x * 2 if self.a.weight.requires_grad else x
     return self.scaled(asked) * SCALE * self.UNREAD
@@ -430,7 +417,6 @@ FREE = {
     "the same value": (reads_much, [nothing, same_value, nothing]),
     "what nobody reads": (reads_much, [nothing, unread, unread]),
     "what a layer alone reads": (lambda self, x: self.leaf(x), [nothing, read_by_a_layer_alone]),
-    "hooks of a layer": (Net.between, [hooked(times(2)), hooked(times(3)), hooked(None), hooked(times(2))]),
     "nothing where a flag is read": (reads_parts, [nothing, nothing]),
 }
 
