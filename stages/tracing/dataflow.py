@@ -121,11 +121,6 @@ class ProbeRecorder:
         return sorted({self.producers[number], *writes})
 
 
-def _local_at(node: fx.Node, parts: Parts) -> dict[str, torch.Tensor]:
-    """The tensors of the model that a node is given, by name."""
-    return {str(n.target): parts.tensors[str(n.target)] for n in node.all_input_nodes if is_local(n)}
-
-
 RELU_MODULES = (nn.ReLU, nn.ReLU6)
 RELU_CALLS = {F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
 POOL_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -253,7 +248,7 @@ def _statistics_of(layer: Layer, parts: Parts) -> set[int]:
         found = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
     else:
         norm = getattr(layer.node.target, "__name__", "") in ("batch_norm", "instance_norm")
-        found = [*_local_at(layer.node, parts).values()] if norm else []
+        found = [tensor for _, tensor in tensors_read(layer.node, parts)] if norm else []
     return {memory_id(tensor) for tensor in found}
 
 
@@ -317,7 +312,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
         recorder.add(node, -1, tensor)
     for index, layer in enumerate(traced.layers):
         _record_layer(recorder, layer, index, env, parts, samples)
-        for name, tensor in _local_at(layer.node, parts).items():
+        for name, tensor in tensors_read(layer.node, parts):
             if id(tensor) in recorder.written and name in traced.constants:
                 raise PlanError(
                     f"layer {layer.name} writes to {name}, a tensor that was made once, while tracing; make "
@@ -326,7 +321,7 @@ def probe(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Probe
     end = len(traced.layers)
     for number in recorder.reads(traced.output):
         recorder.users[number].add(end)
-    for name, buffer in _local_at(traced.output, parts).items():
+    for name, buffer in tensors_read(traced.output, parts):
         recorder.accesses.setdefault(memory_id(buffer), (name, set()))[1].add(end)
     # A backward would read a buffer as forwards of later micro-batches have written it, and torch, which
     # counts writes, would not see it.

@@ -161,14 +161,17 @@ class Skeleton:
     ones and buffers keep the values that they had."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._has_values = not has_meta(model)
-        self._devices = {name: parameter.device for name, parameter in model.named_parameters()}
+        self._devices = dict[str, torch.device]()  # of those that are made up
+        if has_meta(model):
+            self._model = on_meta(model)
+            return
         without: dict[int, Any] = {}
-        for p in model.parameters() if self._has_values else ():
+        for name, p in model.named_parameters():
             numbers = p.is_floating_point() or p.is_complex()
             if type(p) is nn.Parameter and numbers and p.numel() > SMALL:
+                self._devices[name] = p.device
                 without[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
-        self._model = copy.deepcopy(model, without) if self._has_values else on_meta(model)
+        self._model = copy.deepcopy(model, without)
 
     def graph(
         self,
@@ -188,10 +191,10 @@ class Skeleton:
         args, kwargs = call.arguments(given)
         parameters: dict[int, Any] = {}
         generator = torch.Generator().manual_seed(0)
-        for name, parameter in self._model.named_parameters() if self._has_values else ():
-            if parameter.is_meta:
-                values = _made_up(parameter, generator).to(self._devices[name])
-                parameters[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        named = dict(self._model.named_parameters())
+        for name, device in self._devices.items():
+            values = _made_up(named[name], generator).to(device)
+            parameters[id(named[name])] = nn.Parameter(values, named[name].requires_grad)
         model = copy.deepcopy(self._model, parameters)
         return trace(model, args or kwargs, autocast=autocast, leaves=leaves)
 
