@@ -15,18 +15,11 @@ from penstock.stages import torch_private as private
 
 # Hosts of torch have names of their own: FSDP2, and tensors of its pipelines.
 OTHERS = ("stages/torch_private.py", "pipeline/integrations/")
-PRIVATE = {"_cdata", "_use_count", "_version", "_base", "_is_view", "_schema", "_parameters", "_buffers"}
-PRIVATE |= {"_is_zerotensor", "_new_with_weak_ptr", "_unsafe_preserve_version_counter"}
-PRIVATE |= {
-    *private.HOOKS,
-    "_post_accumulate_grad_hooks",
-    "_compiled_call_impl",
-    "_execution_engine",
-    "_sequence_nr",
-    "_NormBase",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_worker_pids_set",
+PRIVATE = {*private.HOOKS} | {
+    *"_cdata _use_count _version _base _is_view _schema _parameters _buffers _is_zerotensor".split(),
+    *"_new_with_weak_ptr _unsafe_preserve_version_counter _post_accumulate_grad_hooks".split(),
+    *"_compiled_call_impl _execution_engine _sequence_nr _NormBase _worker_pids_set".split(),
+    *"_optimizer_step_pre_hooks _optimizer_step_post_hooks".split(),
 }
 
 

@@ -61,15 +61,10 @@ def test_what_is_added_piece_by_piece_is_the_sum(shape, monkeypatch):
 
 
 def test_pieces_are_a_quarter_at_most_and_16_mib():
-    sizes = [1, (1 << 20) - 4, 1 << 20, (1 << 20) + 4, 50 << 20, 1 << 30]
-    assert [piece_bytes(size) for size in sizes] == [
-        1,
-        (1 << 20) - 4,
-        1 << 18,
-        (1 << 18) + 4096,
-        13107200,
-        1 << 24,
-    ]
+    mib = 1 << 20
+    pieces = {1: 1, mib - 4: mib - 4, mib: mib // 4, mib + 4: mib // 4 + 4096, 50 * mib: 13107200}
+    pieces[1 << 30] = 16 * mib
+    assert {size: piece_bytes(size) for size in pieces} == pieces
 
 
 @pytest.mark.parametrize("kind", [Store, FarStore])

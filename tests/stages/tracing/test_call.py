@@ -128,7 +128,6 @@ def test_what_stands_beside_the_tensors_is_as_in_the_example():
 
 
 CALLS = [
-    (torch.zeros(2, 4), "a tuple .* or a dict .*found a Tensor; wrap it"),
     ({"ids": [1, 2]}, "at least one tensor of samples"),
     ({"ids": torch.zeros(2, 4).long(), "mask": object()}, "found a object for mask; make it inside"),
     ({"table": penstock.Constant(torch.zeros(4, 8))}, "at least one tensor of samples, found none"),

@@ -370,7 +370,7 @@ CALLS = [
     (lambda: ANY.partition(ANY.trace(Two(), (X,)), stages=2), "partition takes what measure"),
     (lambda: ANY.trace(Two(), (X,), autocast="bf16"), "autocast is a dtype"),
     (lambda: ANY.trace(Two(), (X.to_sparse(),)), "inputs are dense tensors"),
-    (lambda: ANY.trace(Two(), X), "example_inputs is a tuple"),
+    (lambda: ANY.trace(Two(), X), "example_inputs is a tuple .* or a dict .*found a Tensor; wrap it"),
     (lambda: ANY.trace(nn.Bilinear(6, 6, 6), (X,)), r"does not run on inputs of shape \(9, 6\): .*missing"),
 ]
 
