@@ -3,10 +3,10 @@
 Nothing here knows schedules or ranks: a stage reports when a layer is done, when a micro-batch has gone on,
 and when it is wanted back. Imports go up this list only:
 
-    parameter_offload.py  evictable_tensor.py               parameters, gradients and optimizer states
     activations.py  offload.py                              the saved tensors of a stage; of any with-block
     prefetch.py                                             the memory thread: what leaves and comes, and when
     saved_tensor_hooks.py                                   the tensors that autograd saves
+    parameter_offload.py  evictable_tensor.py               parameters, gradients and optimizer states
     packer.py                                               threads, codec, compact forms that layers prove
     saved_storage.py                                        one storage and its states
     stores.py  disk.py                                      the tiers

@@ -10,7 +10,6 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..torch_private import base_of, is_functorch_wrapped, memory_id, version_of
 from ..tracing.layers import Layer
 from .packer import SavedTensorPacker
+from .parameter_offload import OffloadedParameters
 from .saved_storage import SavedStorage, WriteCounter, is_elements, refuse_written, view_of
 
 Took = Callable[[SavedStorage], None]
@@ -35,22 +35,10 @@ _PASSED_ON = frozenset(
 )  # fmt: skip
 
 
-class ParameterNotes(Protocol):
-    """Parameters of a mirror, of which autograd keeps a note while they come and go."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is one of those that are in memory, or a part of one."""
-        ...
-
-    def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return the note: the call that gives ``tensor`` back."""
-        ...
-
-
 class ParameterFilter:
     """Tells parameters, buffers and their casts from what the forward makes; in doubt it is a parameter."""
 
-    def __init__(self, keep: Iterable[Tensor], offloaded: ParameterNotes | None = None) -> None:
+    def __init__(self, keep: Iterable[Tensor], offloaded: OffloadedParameters | None = None) -> None:
         """``keep``: tensors that pass through, with everything in their memory and frozen ones' casts."""
         known = [tensor for tensor in keep if tensor.layout is torch.strided]
         found = [StorageWeakRef(tensor.untyped_storage()) for tensor in known]
