@@ -284,11 +284,8 @@ class SavedTensorPacker:
             self.counts.num_packs += 1
         # 2. its place in the store
         key, num_bytes = storage.key, frame.num_bytes
-        if num_bytes <= storage.num_bytes // WORTH:
-            admitted = self.store.admit(key, num_bytes)
-        else:
-            admitted = self.store.admit_dense(key, num_bytes, storage.device)
-        if not admitted:
+        dense = None if num_bytes <= storage.num_bytes // WORTH else storage.device
+        if not self.store.admit(key, num_bytes, dense=dense):
             frame.release()
             return self._keep(storage)
         self.io.submit(functools.partial(self._put, storage, frame, unpack))

@@ -9,7 +9,7 @@ the table at the end, and what CONTRIBUTING.md lists.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import torch
@@ -64,17 +64,14 @@ class Store:
         """Return whether a tensor is best put in pieces: all that is put leaves memory."""
         return False
 
-    def admit(self, key: Hashable, num_bytes: int) -> bool:
-        """Set ``num_bytes`` aside for a frame that will be put; False: there is no room."""
+    def admit(self, key: Hashable, num_bytes: int, *, dense: torch.device | None = None) -> bool:
+        """Set ``num_bytes`` aside for a frame that will be put; False: there is no room. ``dense``: that of a
+        frame that did not shrink, and so is of use only away from it."""
         fits = self._budget is None or self.num_bytes + num_bytes <= self._budget
         fits = fits and self._counter.fits(num_bytes)  # the device need not: it is the tensor that leaves
         if fits:
             self._count(key, num_bytes)
         return fits
-
-    def admit_dense(self, key: Hashable, num_bytes: int, device: torch.device) -> bool:
-        """The same for a frame of ``device`` that did not shrink, and so is of use only away from it."""
-        return self.admit(key, num_bytes)
 
     def put(self, key: Hashable, frame: Frame) -> None:
         """Keep ``frame``; the caller's hold on it becomes the store's."""
@@ -234,14 +231,8 @@ class FallbackStore(Store):
     def offloads_from(self, device: torch.device) -> bool:
         return any(store.offloads_from(device) for store in self.stores)
 
-    def admit(self, key: Hashable, num_bytes: int) -> bool:
-        return self._admit(self.stores, key, num_bytes)
-
-    def admit_dense(self, key: Hashable, num_bytes: int, device: torch.device) -> bool:
-        return self._admit([store for store in self.stores if store.offloads_from(device)], key, num_bytes)
-
-    def _admit(self, stores: Sequence[Store], key: Hashable, num_bytes: int) -> bool:
-        for store in stores:
+    def admit(self, key: Hashable, num_bytes: int, *, dense: torch.device | None = None) -> bool:
+        for store in self.stores if dense is None else filter(lambda s: s.offloads_from(dense), self.stores):
             has_room = store is self.stores[-1] or all(one.fits(num_bytes) for one in store.limits)
             if has_room and store.admit(key, num_bytes):
                 self._at[key] = store

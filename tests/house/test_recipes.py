@@ -214,9 +214,9 @@ def attic_of(store):
     class Attic(store):
         put_away = 0
 
-        def admit(self, key, num_bytes):
+        def admit(self, key, num_bytes, **how):
             Attic.put_away += 1
-            return super().admit(key, num_bytes)
+            return super().admit(key, num_bytes, **how)
 
         def put(self, key, frame):
             Attic.put_away += 1

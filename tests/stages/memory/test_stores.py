@@ -90,7 +90,7 @@ def test_a_full_tier_is_followed_by_the_disk_and_has_room_again(limits, disk):
 def test_what_did_not_shrink_goes_only_where_it_is_away(disk):
     store = open_store("packed", StoreOptions(disk=disk, tiers=(tiers := Tiers(device=10_000))))
     assert store.admit(0, 100)
-    assert store.admit_dense(1, 100, torch.device("cpu"))
+    assert store.admit(1, 100, dense=torch.device("cpu"))
     for key in range(2):
         store.put(key, frame_of(100, key))
     assert (tiers.packed.now, tiers.disk.now) == (100, 100)
