@@ -29,14 +29,6 @@ def lifetimes(draw: st.DrawFn, sizes: st.SearchStrategy[int]) -> list[Triple]:
     return [(low, draw(st.integers(low + 1, 9)), draw(sizes)) for low in begins]
 
 
-def test_offsets_of_a_few() -> None:
-    assert place([]) == []
-    assert place([(0, 1, 5)]) == [0]
-    assert place([(0, 1, 5), (1, 2, 5)]) == [0, 0]
-    assert place([(0, 2, 5), (1, 3, 7)]) == [7, 0]
-    assert max_live([(0, 1, 5), (1, 2, 5), (0, 1, 2)]) == 7
-
-
 @settings(max_examples=100, deadline=None)
 @given(lifetimes(st.integers(1, 1 << 40)))
 def test_no_two_buffers_overlap(buffers: list[Triple]) -> None:

@@ -102,22 +102,6 @@ def test_without_a_limit_or_a_disk_a_tier_is_alone(disk):
     assert not isinstance(open_store("disk", StoreOptions(disk=disk, tiers=Tiers(device=9))), FallbackStore)
 
 
-def test_a_gauge_knows_what_there_is_and_the_most_there_was():
-    whole = ByteCounter(100)
-    part = ByteCounter(wider=(whole,))
-    part.add(60)
-    whole.add(30)
-    part.add(-20)
-    assert (whole.now, whole.peak, part.now, part.peak) == (70, 90, 40, 60)
-    assert whole.fits(30)
-    assert not whole.fits(31)
-    whole.add(35)
-    assert not whole.fits(0)
-    whole.begin()
-    part.add(-40)
-    assert (whole.now, whole.peak, part.peak) == (65, 105, 60)
-
-
 def test_threads_and_a_collector_in_their_midst_lose_no_byte():
     counter, threads = ByteCounter(), 4
 
@@ -193,16 +177,3 @@ def test_frames_in_host_memory_are_a_cpus_own(on_gpu):
     assert tiers.peaks == {"device": tiers.device.now, "packed": 10, "host": 20, "disk": 40}
     assert tiers.host.fits(60)
     assert not tiers.host.fits(61)
-
-
-def test_half_of_what_is_not_fixed_is_kept_free():
-    tiers = Tiers(device=1000)
-    assert Tiers().excess is None
-    tiers.fix(400)
-    tiers.device.add(300)
-    assert tiers.excess == 0
-    tiers.device.add(250)
-    tiers.leaving.add(50)
-    assert tiers.excess == 200
-    tiers.fix(1200)  # more than there is: nothing is free
-    assert tiers.excess == 1200 + 550 - 50 - 1000
