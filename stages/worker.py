@@ -64,12 +64,6 @@ class Worker:
             self._changed.wait_for(lambda: self.has_room)
             self._put(task, self._tasks)
 
-    def try_submit(self, task: Task) -> None:
-        """Queue ``task`` if there is room: for what is only done ahead of its time."""
-        with self._changed:
-            if self.has_room:
-                self._put(task, self._tasks)
-
     def submit_first(self, task: Task) -> None:
         """Queue ``task`` before all that ``submit`` queued, whether there is room or not."""
         with self._changed:

@@ -209,7 +209,8 @@ class EvictableParameter:
             self.memory.fetch()
             if not self._soon and self.memory.takes_time:
                 self._soon = True
-                self._frames.ahead.try_submit(self._bring)
+                if self._frames.ahead.has_room:  # it is only ahead of its time
+                    self._frames.ahead.submit(self._bring)
         if gradient and self._gradient is not None:
             self._gradient.fetch([0] if self.adds_in_store else None)
 

@@ -192,14 +192,15 @@ def run_layer(
     samples: int,
 ) -> Any:
     """Run one layer for a micro-batch of ``samples``; ``tied``: parameters that came from another stage."""
-    function, args, kwargs = call_of(layer, env, parts, tied, samples=samples)
-    with modes_of(layer):
+    function, args, kwargs = _call_of(layer, env, parts, tied, samples=samples)
+    modes = layer.node.meta.get("modes")  # that forward had switched when it was recorded
+    with _NOTHING if modes is None else modes.entered():
         result = function(*args, **kwargs)
-    check_result(layer, result, samples)
+    _check_result(layer, result, samples)
     return result
 
 
-def call_of(
+def _call_of(
     layer: Layer,
     env: Mapping[fx.Node, Any],
     parts: Parts,
@@ -232,13 +233,7 @@ def call_of(
     return module, args, kwargs
 
 
-def modes_of(layer: Layer) -> contextlib.AbstractContextManager[Any]:
-    """The block in which a layer runs: the modes that forward had switched when it was recorded."""
-    modes = layer.node.meta.get("modes")
-    return _NOTHING if modes is None else modes.entered()
-
-
-def check_result(layer: Layer, result: Any, samples: int) -> None:
+def _check_result(layer: Layer, result: Any, samples: int) -> None:
     """Hold a result against what Python read of it when the run was recorded: the run went on from that."""
     node = layer.node
     if "expect" in node.meta:
