@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from cases import OPTIMIZERS
-from small_pipelines import allowed, built, differences, nothing, profile_of
+from small_pipelines import allowed, built, differences, model_of, nothing, profile_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,13 +14,8 @@ import penstock
 from penstock.stages.tracing.aliases import overlapping
 
 
-class Base(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.d, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.c(torch.relu(self.d(torch.relu(self.b(self.a(x))))))
+def plain(self, x):
+    return self.c(torch.relu(self.d(torch.relu(self.b(self.a(x))))))
 
 
 def of_weight(make):
@@ -61,11 +56,11 @@ def adds_row_twice(self, x):
     return self.c(torch.relu(self.d(torch.relu(self.b(self.a(x))))) + self.row * 2)
 
 
-def base(change, forward=Base.forward):
-    """Return a factory of a Base to which ``change`` was made."""
+def base(change, forward=plain):
+    """Return a factory of four layers to which ``change`` was made."""
 
     def make():
-        model = type("Net", (Base,), {"forward": forward})()
+        model = model_of(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 8), d=nn.Linear(8, 8), c=nn.Linear(8, 3))
         change(model)
         return model
 
@@ -123,7 +118,7 @@ def test_a_buffer_that_nobody_reads_holds_its_weight_with_the_first_layer():
 
 
 def test_a_plan_for_the_model_before_its_tensors_shared_memory_is_refused():
-    plan = penstock.partition(profile_of(built(Base)), cuts=["relu"])
+    plan = penstock.partition(profile_of(built(base(nothing))), cuts=["relu"])
     with pytest.raises(penstock.PlanError, match=r"b\.weight and d\.weight share memory"):
         penstock.Pipeline(built(ONE_MEMORY), plan, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
 

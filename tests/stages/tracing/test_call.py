@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from reference import same_bits
+from small_pipelines import model_of
 from torch import nn
 
 import penstock
@@ -143,12 +144,9 @@ def test_what_no_model_can_be_called_with_is_refused():
 
 
 def test_tensors_come_alone_by_position_by_name_or_nested():
-    class Nested(nn.Module):
-        def forward(self, pair, scale=None):
-            return pair[0] + pair[1]["y"]
-
+    nested = model_of(lambda self, pair, scale=None: pair[0] + pair[1]["y"])
     x, y = torch.zeros(2), torch.ones(2)
-    call, tensors = Call.of(Nested(), ((x, {"y": y}), None))
+    call, tensors = Call.of(nested, ((x, {"y": y}), None))
     assert call.names == ("pair_0", "pair_1")
     assert tensors[0] is x
     assert call.tensors(((y, {"y": x}), None))[0] is y

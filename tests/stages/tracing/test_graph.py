@@ -168,20 +168,14 @@ def test_a_trace_costs_fewer_than_ten_steps_of_training():
     assert counted.rows <= 13 * 2  # with four backwards of a batch, twice as dear: seven steps
 
 
-class MeanInEval(nn.Module):
+def mean_in_eval(self, x):
     """Reads its number of samples in both modes, and divides by it in one."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        y = self.a(x).view(x.shape[0], 4)
-        return self.b(y * (0.5 if self.training else 1.0 / x.shape[0]))
+    y = self.a(x).view(x.shape[0], 4)
+    return self.b(y * (0.5 if self.training else 1.0 / x.shape[0]))
 
 
 def test_a_number_that_follows_the_size_in_eval_mode_alone_is_seen_there():
-    model, batch = MeanInEval(), torch.randn(8, 4)
+    model, batch = model_of(mean_in_eval, a=nn.Linear(4, 4), b=nn.Linear(4, 2)), torch.randn(8, 4)
     with pipeline_of(model, example=(batch[:4],), stages=2, micro_batches=2) as pipe:
         for size in (4, 5, 8):
             with torch.no_grad():

@@ -23,7 +23,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS
 from reference import plain_loop, same_bits
-from small_pipelines import batch, built, differences, evaluated, nothing, pipeline_of, profile_of
+from small_pipelines import batch, built, differences, evaluated, model_of, nothing, pipeline_of, profile_of
 from torch import fx, nn
 from torch.nn import functional as F
 from zoo import cross_entropy
@@ -59,26 +59,10 @@ class Scaled(nn.Module):
         return torch.tanh(y) * self.kind
 
 
-class Table(nn.Module):
-    def __init__(self, table):
-        super().__init__()
-        self.table = table
-
-    def forward(self, x):
-        return x * self.table["k"]
-
-
 @fx.wrap
 def halved(x, training):
     """A function that is given a container's flag, as torchvision's stochastic_depth is."""
     return x * (0.5 if training else 1.0)
-
-
-class Flagged(nn.Module):
-    """A container whose forward reads its flag."""
-
-    def forward(self, x):
-        return halved(x, self.training)
 
 
 class Thing:
@@ -106,9 +90,10 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.relu, self.b = nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)
         self.drop, self.norm, self.wide = nn.Dropout(0.0), nn.BatchNorm1d(8), nn.Linear(2, 2)
-        self.leaf, self.scaled, self.flagged = Factor(), Scaled(), Flagged()
+        self.leaf, self.scaled = Factor(), Scaled()
+        self.flagged = model_of(lambda self, x: halved(x, self.training))
         self.shared = {"k": 2.0}  # which only the part reads
-        self.part = Table(self.shared)
+        self.part = model_of(lambda self, x: x * self.table["k"], table=self.shared)
         self.kept, self.zero, self.parameter = 2.0, 0.0, nn.Parameter(torch.ones(8))
         self.space, self.array = argparse.Namespace(s=2.0), array.array("d", [2.0])
         self.number = ctypes.c_double(2)

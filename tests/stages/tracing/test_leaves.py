@@ -29,26 +29,21 @@ class Block(nn.Module):
         return x + self.b(y), None, {"bias": y if bias is None else y + bias}
 
 
-class Experts(nn.Module):
+def experts(self, x):
     """Rows choose by their values which weights they meet."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        out = torch.zeros_like(x)
-        for number, expert in enumerate((self.one, self.two)):
-            chosen = ((x.sum(1) > 0) == bool(number)).nonzero().flatten()
-            out = out.index_add(0, chosen, expert(x[chosen]))
-        return out
+    out = torch.zeros_like(x)
+    for number, expert in enumerate((self.one, self.two)):
+        chosen = ((x.sum(1) > 0) == bool(number)).nonzero().flatten()
+        out = out.index_add(0, chosen, expert(x[chosen]))
+    return out
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.moe, self.head = Experts(), nn.Linear(6, 3)
+        self.moe = model_of(experts, one=nn.Linear(6, 6), two=nn.Linear(6, 6))
+        self.head = nn.Linear(6, 3)
 
     def forward(self, x):
         for block in self.blocks:
@@ -110,19 +105,13 @@ def test_other_data_of_the_same_counts_by_chance_hide_no_choice_by_value():
         assert "moe" in layers(), seed
 
 
-class OneHot(nn.Module):
-    """Makes as many columns as the largest element says, which no number in the record shows."""
-
-    def forward(self, x):
-        return nn.functional.one_hot(x)
-
-
 @pytest.mark.parametrize(
     "leaves", [(), ["hot"]], ids=["a function", "a layer"]
 )  # the layer shows shapes alone
 def test_a_result_that_is_as_long_as_a_value_says_is_refused(leaves):
+    hot = model_of(lambda self, x: nn.functional.one_hot(x))  # as many columns as the largest element says
     model = model_of(
-        lambda self, x: self.last(self.hot(x).float().sum(-1, True)), hot=OneHot(), last=nn.Linear(1, 2)
+        lambda self, x: self.last(self.hot(x).float().sum(-1, True)), hot=hot, last=nn.Linear(1, 2)
     )
     with pytest.raises(PlanError, match="the shape of hot depends on the data in module hot"):
         penstock.trace(model, (torch.tensor([0, 0, 1, 0]),), leaves=leaves)
@@ -139,20 +128,15 @@ def test_what_chooses_by_value_is_one_layer_by_itself_and_the_graph_says_why():
     assert "by request" in str(penstock.trace(Net(), X, leaves=[Block]))
 
 
-class Gate(nn.Module):
+def gate(self, x):
     """A weight chooses what is done with it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(6))
-
-    def forward(self, x):
-        return x * self.weight if self.weight.sum() > 0 else x + self.weight
+    return x * self.weight if self.weight.sum() > 0 else x + self.weight
 
 
 def test_what_chooses_by_a_weight_is_one_layer_by_itself():
     def gated():
-        return nn.Sequential(nn.Linear(6, 6), Gate(), nn.Linear(6, 3))
+        weighed = model_of(gate, weight=nn.Parameter(torch.zeros(6)))
+        return nn.Sequential(nn.Linear(6, 6), weighed, nn.Linear(6, 3))
 
     assert penstock.trace(gated(), X).layers == ("_0", "_1", "_2")
     assert differences(gated, data=batch(8), evaluates=False) == []
