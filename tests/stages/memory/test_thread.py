@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from disks import Slow
+from disks import Fails, Slow
 from far import AwayStore
 from reference import same_bits
 from saving import Net, Square, busy, ends, forward, settle
@@ -172,24 +172,16 @@ def test_what_somebody_still_holds_may_be_written_to_and_stays_until_the_forward
 
 
 def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost(saver):
-    class Stuck(AwayStore):
-        """Takes nothing until ``gate`` is set."""
-
-        gate = threading.Event()
-
-        def put(self, key, frame):
-            assert self.gate.wait(10)
-            super().put(key, frame)
-
-    net, store = deep(90), Stuck()
+    net, store = deep(90), AwayStore()
     saved = saver(net, store=store, codec="raw", thread=MemoryThread(num_layers={0: len(net.layers)}))
+    gate = busy(saved._packer.io)
     with saved.forward(0):
         out = net.run(input_of(), saved)
     waits = threading.Thread(target=saved.offload, args=(0, {}))
     waits.start()
     waits.join(0.3)
     assert waits.is_alive()
-    store.gate.set()
+    gate.set()
     waits.join(10)
     assert not waits.is_alive()
     saved.wait()
@@ -338,13 +330,9 @@ def test_a_limit_that_nothing_can_keep_to_holds_nobody_up(held):
     assert same_bits(ends(held(MIB // 2).gradient), held(None).gradient())
 
 
-class Refusing(SwapFile):
-    def write(self, data, at):
-        raise OSError(5, "Input/output error")
-
-
 def test_who_waits_hears_of_a_disk_that_refuses(held):
-    one = held(8 * MIB, Refusing)
+    one = held(8 * MIB, Fails)
+    one.disk._file.writing = OSError(5, "Input/output error")
     error = ends(one.gradient)
     assert isinstance(error, StageError)
     assert "Input/output error" in str(error)

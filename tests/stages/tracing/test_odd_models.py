@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from reference import same_bits
-from small_pipelines import batch, built, differences, nothing, pipeline_of
+from small_pipelines import batch, built, differences, model_of, nothing, pipeline_of
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -220,13 +220,9 @@ def test_inference_mode_is_left_or_refused():
     pipe.step(inputs, y)
 
 
-class BySeed(nn.Module):
-    def __init__(self, where):
-        super().__init__()
-        self.where = where
-
-    def forward(self, x):
-        return x * (1 + sys.modules[self.where].initial_seed() % 7)
+def by_seed(where):
+    scaled = lambda self, x: x * (1 + sys.modules[self.where].initial_seed() % 7)  # noqa: E731
+    return model_of(scaled, name="BySeed", where=where)
 
 
 @pytest.mark.parametrize("where", ["torch", "torch.random"])
@@ -234,9 +230,9 @@ def test_a_module_that_reads_the_seed_is_one_layer_with_a_seed_of_its_own(where)
     losses = set()
     for cuts in (["_0"], ["_1"], ["_0", "_1"]):
         torch.manual_seed(len(cuts))
-        model = built(lambda: nn.Sequential(nn.Linear(6, 6), BySeed(where), nn.Linear(6, 3)))
+        model = built(lambda: nn.Sequential(nn.Linear(6, 6), by_seed(where), nn.Linear(6, 3)))
         pipe = pipeline_of(model, example=(batch()[0][:3],), cuts=cuts)
         losses.add(tuple(pipe.step(*batch()).loss for _ in range(2)))
     assert len(losses) == 1
     with pytest.raises(penstock.PlanError, match=r"BySeed .* reads torch\.initial_seed"):
-        penstock.trace(BySeed(where), (batch()[0],))
+        penstock.trace(by_seed(where), (batch()[0],))

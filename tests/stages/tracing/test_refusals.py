@@ -57,15 +57,9 @@ class Grows(nn.BatchNorm1d):
         return super().forward(input)
 
 
-class Again(nn.Module):
+def counts_twice(reentrant):
     """Counts a batch in its forward, and again in its backward."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.norm, self.reentrant = nn.BatchNorm1d(8), reentrant
-
-    def forward(self, x):
-        return checkpoint(self.norm, x, use_reentrant=self.reentrant)
+    return model_of(lambda self, x: checkpoint(self.norm, x, use_reentrant=reentrant), norm=nn.BatchNorm1d(8))
 
 
 Checkpointed.__module__ = Grows.__module__ = "torch.nn.modules.made_up"  # leaves of the trace
@@ -96,8 +90,8 @@ MODELS = [
     (lambda: nn.DataParallel(Two()), r"found it in a DataParallel; give model\.module"),
     (lambda: nn.Sequential(nn.Embedding(9, 6, max_norm=1.0), Two()), "0 has max_norm, .*torch.renorm"),
     (lambda: chain(Checkpointed(8, 3)), "layer _1 checkpoints with .* use use_reentrant=False"),
-    (lambda: chain(Again(True)), r"backward writes to buffer 1\.norm\.num_.*recompute=true"),
-    (lambda: chain(Again(False)), r"backward writes to buffer 1\.norm\.num_.*recompute=true"),
+    (lambda: chain(counts_twice(True)), r"backward writes to buffer 1\.norm\.num_.*recompute=true"),
+    (lambda: chain(counts_twice(False)), r"backward writes to buffer 1\.norm\.num_.*recompute=true"),
     (lambda: Segments("b", "a+", "a+"), r"a\.weight is used in .* use_reentrant=True and outside of it"),
     (lambda: Segments("a", "a+", "b"), r"a\.weight is used in .* take use_reentrant=False"),
     (lambda: chain(holding(nn.Identity(), "rows", SPARSE)), "1 has a tensor without strides, rows .* dense"),
