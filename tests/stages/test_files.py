@@ -114,19 +114,9 @@ def test_the_model_file_has_every_name_and_plain_strides(tmp_path):
 
 def save_big(path):
     pipe = pipeline_of(torch.nn.Linear(6, 3 << 16, bias=False), cuts=())  # more than 1 MiB
-    weights = pipe.state_dict()["model"]
     with pytest.raises(ConfigError) as refused:
         write_model(pipe, path, before=lambda: None)
-    return str(refused.value), weights
-
-
-def test_weights_that_do_not_fit_are_put_where_they_do(small_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    error, weights = save_big(small_disk / "model.safetensors")
-    told, aside = error.split("; the trained weights are in ")
-    assert told == f"{small_disk}/model.safetensors cannot be written ({FULL}); {ELSEWHERE}"
-    assert load_file(aside)["weight"].equal(weights["weight"])
-    assert not list(small_disk.iterdir())
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("without", ["room", "a folder"])
@@ -137,7 +127,7 @@ def test_weights_that_fit_nowhere_are_said_to_be_lost(without, small_disk, monke
     monkeypatch.setattr("tempfile.tempdir", str(small_disk))
     if without == "a folder":
         monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
-    error, _ = save_big(small_disk / "model.safetensors")
+    error = save_big(small_disk / "model.safetensors")
     assert re.search(f"{FULL}.*; the trained weights are lost", error)
     assert not list(small_disk.iterdir())
 

@@ -109,19 +109,15 @@ def test_a_write_can_be_left_uncounted():
     assert private.version_of(tensor) == 0
 
 
-def test_one_more_holder_is_counted():
-    """Memory that a fetch comes into is free while nobody else holds it."""
+def test_holders_of_memory_are_counted_and_a_storage_is_found_while_there_is_one():
+    """Memory that a fetch comes into is free while nobody else holds it; what was brought back for one read is
+    there for the next while its reader lives."""
     tensor = torch.zeros(3)
     storage = tensor.untyped_storage()
     before = private.num_storage_holders(storage)
     view = tensor[1:]
     assert private.num_storage_holders(storage) > before
-    del view
-
-
-def test_a_storage_is_found_again_while_somebody_holds_it():
-    """Memory that was brought back for one read is there for the next while its reader lives."""
-    tensor = torch.zeros(3)
+    del view, storage
     reference = StorageWeakRef(tensor.untyped_storage())
     found = private.storage_behind(reference)
     assert found is not None
@@ -130,14 +126,10 @@ def test_a_storage_is_found_again_while_somebody_holds_it():
     assert private.storage_behind(reference) is None
 
 
-def test_zeros_without_memory_are_known():
-    """They are not taken away, as they have nothing to take."""
+def test_tensors_without_memory_of_their_own_are_known():
+    """Zeros have nothing that could be taken away, and over a level of functorch nothing is written."""
     assert private.is_zero_tensor(getattr(torch, "_efficientzerotensor")(3))  # noqa: B009
     assert not private.is_zero_tensor(torch.zeros(3))
-
-
-def test_a_level_of_functorch_is_known():
-    """Its memory is not its own, so nothing is written over it."""
     seen = []
     torch.func.vmap(lambda x: seen.append(private.is_functorch_wrapped(x)) or x)(torch.zeros(2))
     assert seen == [True]
@@ -214,7 +206,7 @@ def test_the_backend_of_a_convolution_is_told_from_its_node():
     assert "ConvBackend." in backend_of(given)
 
 
-def test_modules_register_parts_and_hooks_under_these_names():
+def test_modules_register_parts_and_hooks_under_these_names_and_norms_have_one_class():
     """Guards compare them before every step."""
     module = nn.Linear(2, 2)
     assert {*private.REGISTERED, *private.HOOKS} <= vars(module).keys()
@@ -227,10 +219,7 @@ def test_modules_register_parts_and_hooks_under_these_names():
     assert private.hooks_on_all_modules() != before
     handle.remove()
     assert private.hooks_on_all_modules() == before
-
-
-def test_norms_with_running_statistics_have_one_class():
-    """Their statistics are read by no backward in train mode."""
+    # Statistics of these are read by no backward in train mode.
     for norm in (nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.InstanceNorm2d(2)):
         assert isinstance(norm, private.BatchOrInstanceNorm)
     assert not isinstance(nn.LayerNorm(2), private.BatchOrInstanceNorm)
@@ -287,8 +276,9 @@ def marked(tensor):
     return tensor
 
 
-def test_marked_functions_are_listed():
-    """A function marked with ``torch.fx.wrap`` is one layer."""
+def test_marked_functions_are_listed_and_methods_of_a_tensor_belong_to_one_class():
+    """A function marked with ``torch.fx.wrap`` is one layer; a method runs torch's own code."""
+    assert vars(private.TensorBase)["add"].__objclass__ is private.TensorBase
     assert (globals(), "marked") in [(frame, name) for frame, name in private.wrapped_functions()]
 
 
@@ -301,8 +291,3 @@ def test_structures_are_flattened_and_put_together():
     assert private.tree_map(lambda n: n + 1, [1, (2,)]) == [2, (3,)]
     assert private.tree_map_only(str, str.upper, ["a", 1]) == ["A", 1]
     assert private.pytree.keystr(private.pytree.tree_flatten_with_path({"a": 1})[0][0][0]) == "['a']"
-
-
-def test_methods_of_a_tensor_belong_to_one_class():
-    """A layer that calls one runs torch's own code."""
-    assert vars(private.TensorBase)["add"].__objclass__ is private.TensorBase
