@@ -56,13 +56,6 @@ class Running:
         return {number: self.gradients.pop(number, None) for number in self.asks}
 
 
-def of_backward(error: Exception) -> StageError:
-    """Return the error for one that a backward raised."""
-    if isinstance(error, StageError):
-        return StageError(str(error))
-    return StageError(f"backward: {type(error).__name__}: {error}")
-
-
 _NOTHING = contextlib.nullcontext()
 KEPT = 64  # routes for other shapes, whose parts and sections are known
 LEAST_SAVED = 1 << 14  # bytes of a saved tensor from which on packing it is worth a call
@@ -115,8 +108,8 @@ class Stage:
         self.sums_in_place = True  # gradients of micro-batches; else somebody takes those of each
         self.stores = store is not None or bool(recompute)  # somebody else has what its forwards save
         tensors = [tensor for parts in self.parts.values() for _, tensor in parts.named_tensors()]
-        self.saved: KeepOnDevice
-        self.saved, parameters = KeepOnDevice(), ParameterFilter(tensors, mirror)
+        parameters = ParameterFilter(tensors, mirror)
+        self.saved: KeepOnDevice = KeepOnDevice(None if mirror is None else parameters)
         self.again: RecomputedActivations | None = None
         self.sections = functools.lru_cache(KEPT)(functools.partial(sections, recompute=recompute))
         self.parameter_observers = () if mirror is None else (mirror.layer_done,)
@@ -137,8 +130,6 @@ class Stage:
             buffers = [buffer for name, buffer in named if name in written]
             self.again = self.saved = RecomputedActivations(parameters, buffers, ahead=recompute is True)
             self.observers = self.again.layer_done, *self.observers
-        elif mirror is not None:
-            self.saved = KeepOnDevice(parameters)
         self.plain = type(self.weights) is WeightVersions and type(self.saved) is KeepOnDevice
         self.plain &= mirror is None and autocast is None and not self.device.is_gpu
 
@@ -296,8 +287,10 @@ class Stage:
         try:
             with self.weights.backward(micro_batch):
                 yield
+        except StageError as error:
+            raise StageError(str(error)) from error
         except Exception as error:
-            raise of_backward(error) from error
+            raise StageError(f"backward: {type(error).__name__}: {error}") from error
         finally:
             if ends:
                 self._drop(micro_batch)
