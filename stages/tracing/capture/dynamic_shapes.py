@@ -113,39 +113,27 @@ def _rules(
     """The rule for every integer that ``look`` finds at ``node``, held to what it finds at its twins."""
     beside = [flat(look(its[node])) for its in twins.values()]
     for ours, *theirs in zip(flat(look(node)), *beside, strict=False):
-        rule = _rule(node, ours, dict(zip(twins, theirs, strict=True)), samples, twins)
+        rule = ours  # a function made anew in each run is the same by its name
+        pairs = zip(theirs, twins.values(), strict=True)
+        wrong = [its for its, twin in pairs if not _is_twin(ours, its, twin)]
+        if not wrong and isinstance(ours, bool | int | float | complex | str | bytes):
+            wrong = [its for its in theirs if not _alike(ours, its)]
+            if wrong and type(ours) is int and list(twins) != [samples]:
+                slope = (theirs[0] - ours) // (next(iter(twins)) - samples)
+                rule = Affine(slope, ours - slope * samples)
+                if [rule.at(size) for size in twins] == theirs:
+                    wrong = []
+        if wrong:
+            what = f"{node.name} has {_short(ours)} once and {_short(wrong[0])} then"
+            raise Different(node, next(iter(twins.values())).get(node), what)
         if isinstance(ours, int):
             yield rule
 
 
-def _rule(
-    node: fx.Node,
-    ours: Any,
-    theirs: Mapping[int, Any],
-    samples: int,
-    twins: Mapping[int, Mapping[fx.Node, fx.Node]],
-) -> Any:
-    """Return the rule for ``ours``, a part of what ``node`` does; ``theirs``: what its twins have there."""
-
-    def different(its: Any) -> Different:
-        what = f"{node.name} has {_short(ours)} once and {_short(its)} then"
-        return Different(node, twins[next(iter(twins))].get(node), what)
-
-    for size, its in theirs.items():
-        is_twin = twins[size].get(ours) is its if isinstance(ours, fx.Node) else type(its) is type(ours)
-        if not is_twin or (isinstance(ours, Opens) and its != ours):
-            raise different(its)
-    other = [its for its in theirs.values() if not _alike(ours, its)]
-    if not other or not isinstance(ours, bool | int | float | complex | str | bytes):
-        return ours  # a function made anew in each run is the same by its name
-    if type(ours) is not int or list(theirs) == [samples]:
-        raise different(other[0])
-    size, its = next(iter(theirs.items()))
-    slope = (its - ours) // (size - samples)
-    rule = Affine(slope, ours - slope * samples)
-    if any(rule.at(size) != its for size, its in theirs.items()):
-        raise different(other[0])
-    return rule
+def _is_twin(ours: Any, its: Any, twins: Mapping[fx.Node, fx.Node]) -> bool:
+    if isinstance(ours, fx.Node):
+        return twins.get(ours) is its
+    return type(its) is type(ours) and (not isinstance(ours, Opens) or its == ours)
 
 
 def refuse_data(graph: fx.Graph, other: fx.Graph, samples: int) -> None:
