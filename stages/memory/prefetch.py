@@ -163,7 +163,6 @@ class SavedRun:
 WAKES = 4 << 20  # bytes that a forward saves until the thread decides again
 BEHIND = 64 << 20  # bytes that may wait to be packed until the training thread waits too
 SOON = 1  # layers: what is read within so many comes whether it has room or not
-Candidate = tuple[int, SavedRun, SavedStorage, int]
 NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
@@ -321,9 +320,16 @@ class MemoryThread:
         excess = math.inf if excess is None else excess
         if excess <= 0:
             return 0
-        candidates = [
-            one for run in list(self._runs.values()) for one in self._candidates(run, timeline, now)
-        ]
+        candidates: list[tuple[int, SavedRun, SavedStorage, int]] = []  # with the layers until it is read
+        for run in list(self._runs.values()):
+            start = timeline.next_reading(run.stage, run.micro_batch, now)
+            with run.lock:
+                for storage in run.resident():
+                    layer = run.first_read(storage)
+                    read = start if start == NEVER else timeline.position(start, run.stage, layer, reads=True)
+                    # in the forward only what nothing else holds: nobody can write to it, and it is freed
+                    if read - now > self._writeout and (run.closed or storage.alone):
+                        candidates.append((read - now, run, storage, layer))
         # 2. what is read last goes first; what the packing has no room for is counted
         candidates.sort(key=lambda one: -one[0])
         for _, run, storage, layer in candidates:
@@ -336,19 +342,6 @@ class MemoryThread:
             else:
                 behind += storage.num_bytes
         return behind
-
-    def _candidates(self, run: SavedRun, timeline: Timeline, now: int) -> list[Candidate]:
-        """List what of ``run`` may leave, with the layers until it is read and that which reads it."""
-        start = timeline.next_reading(run.stage, run.micro_batch, now)
-        candidates: list[Candidate] = []
-        with run.lock:
-            for storage in run.resident():
-                layer = run.first_read(storage)
-                read = start if start == NEVER else timeline.position(start, run.stage, layer, reads=True)
-                # in the forward only what nothing else holds: nobody can write to it, and its memory is freed
-                if read - now > self._writeout and (run.closed or storage.alone):
-                    candidates.append((read - now, run, storage, layer))
-        return candidates
 
     def _bring(self, timeline: Timeline, now: int) -> None:
         """Bring back what is read soon, in the order in which it is read, as far as it has room."""

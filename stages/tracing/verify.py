@@ -220,16 +220,9 @@ def run_eager(
     filled = {name for name, p, _ in parameters if not same_bits(p, original[name])}
     filled |= {name for name, _, place in parameters if watch and place in watch.writes}
     refuse_written(eager, moved, filled)
-    clean = _refuse_changes(
-        before,
-        eager,
-        again=lambda: observe(run, eager, inputs),
-        # Without values nobody can tell what the first run made from the first batch.
-        harmless=lambda: (
-            not watch
-            and _same_after_first_call(eager, copy.deepcopy(root), call.run, other_data(call, inputs))
-        ),
-    )
+    # Without values nobody can tell what the first run made from the first batch.
+    harmless: Callable[[], bool] = lambda: not watch and _is_alike_warm(eager, root, call, inputs)  # noqa: E731
+    clean = _refuse_changes(before, eager, again=lambda: observe(run, eager, inputs), harmless=harmless)
     held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
     replaced = {name for name, buffer in held.items() if buffer is not buffers[name]}
     written = {name for name, buffer in held.items() if not same_bits(buffer, cold[name])}
@@ -258,13 +251,9 @@ def refuse_written(root: nn.Module, moved: Collection[str], filled: Collection[s
             )
 
 
-def _same_after_first_call(
-    warm: nn.Module,
-    cold: nn.Module,
-    run: Callable[[nn.Module, Sequence[torch.Tensor]], Any],
-    inputs: Sequence[torch.Tensor],
-) -> bool:
-    """Return whether ``warm``, which has run, computes what ``cold`` computes; both are written to."""
+def _is_alike_warm(warm: nn.Module, root: nn.Module, call: Call, inputs: tuple[torch.Tensor, ...]) -> bool:
+    """Return whether ``warm``, which has run and is written to, computes what a copy of ``root`` computes."""
+    cold, other = copy.deepcopy(root), other_data(call, inputs)
     if not warm.training:
         warm.train().eval()
     theirs, ours = dict(warm.named_buffers()), dict(cold.named_buffers())
@@ -275,5 +264,5 @@ def _same_after_first_call(
             theirs[name].copy_(buffer)
         for parameter in (*warm.parameters(), *cold.parameters()):
             _move(parameter)
-    found = [observe(lambda *x, m=model: run(m, x), model, inputs) for model in (warm, cold)]
+    found = [observe(lambda *x, m=model: call.run(m, x), model, other) for model in (warm, cold)]
     return list(found[0]) == list(found[1]) and all(map(same_bits, *(seen.values() for seen in found)))
