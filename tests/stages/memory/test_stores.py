@@ -10,15 +10,7 @@ import torch
 
 from penstock.compression.buffers import Frame, new_bytes
 from penstock.stages.memory.byte_budget import ByteCounter, Tiers
-from penstock.stages.memory.offload import offload
-from penstock.stages.memory.stores import (
-    STORES,
-    FallbackStore,
-    Store,
-    StoreOptions,
-    UnpooledBuffers,
-    open_store,
-)
+from penstock.stages.memory.stores import STORES, FallbackStore, StoreOptions, UnpooledBuffers, open_store
 
 
 def frame_of(num_bytes, value=0):
@@ -41,24 +33,6 @@ def test_a_frame_is_counted_from_its_admission_on_and_kept_until_it_is_dropped(t
     store.drop("a")
     assert store.num_bytes == 150
     assert store.admit("d", 100)
-
-
-def test_a_tier_is_one_row_and_gets_its_options(monkeypatch, tmp_path):
-    opened = []
-
-    class Folder(Store):
-        def __init__(self, options):
-            super().__init__(options)
-            opened.append(options)
-
-    monkeypatch.setitem(STORES, "folder", Folder)
-    options = StoreOptions(path=tmp_path, budget=1 << 20)
-    assert isinstance(open_store("folder", options), Folder)
-    with offload("folder", min_bytes=1, budget="1MiB") as saved:
-        y = (torch.ones(1 << 10, requires_grad=True) * 2).exp().sum()
-    assert opened == [options, StoreOptions(budget=1 << 20)]
-    assert saved.num_packs == 1
-    y.backward()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 import zoo
-from cases import Case, profile_of
+from cases import Case, parameters, profile_of
 from law import differences
 from small_pipelines import pipeline_of
 from torch import nn
@@ -83,10 +83,10 @@ CASES = [
 ]
 
 
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:]]
+SLOW = parameters(CASES[1:], slow=True)
 INDUCTOR = pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs a C++ compiler")
 DEFAULT = Case(model="inductor_mlp", cuts=2, micro_batches=2)
-SLOW += [pytest.param(DEFAULT, marks=[pytest.mark.slow, INDUCTOR])]
+SLOW.append(pytest.param(DEFAULT, marks=[pytest.mark.slow, INDUCTOR]))
 
 
 @pytest.mark.parametrize("case", [CASES[0], *SLOW], ids=str)
