@@ -192,26 +192,19 @@ def run_layer(
     samples: int,
 ) -> Any:
     """Run one layer for a micro-batch of ``samples``; ``tied``: parameters that came from another stage."""
-    function, args, kwargs = _call_of(layer, env, parts, tied, samples=samples)
     modes = layer.node.meta.get("modes")  # that forward had switched when it was recorded
     with _NOTHING if modes is None else modes.entered():
-        result = function(*args, **kwargs)
+        result = _called(layer, env, parts, tied or {}, samples)
     _check_result(layer, result, samples)
     return result
 
 
-def _call_of(
-    layer: Layer,
-    env: Mapping[fx.Node, Any],
-    parts: Parts,
-    tied: Mapping[fx.Node, torch.Tensor] | None,
-    *,
-    samples: int,
-) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """Return the function that ``run_layer`` calls, and its arguments."""
+def _called(
+    layer: Layer, env: Mapping[fx.Node, Any], parts: Parts, tied: Mapping[fx.Node, torch.Tensor], samples: int
+) -> Any:
     node = layer.node
     if node.op == "get_attr":
-        return _itself, (parts.tensors[str(node.target)],), {}
+        return parts.tensors[str(node.target)]
 
     def look(argument: fx.Node) -> Any:
         return parts.tensors[str(argument.target)] if "local" in argument.meta else env[argument]
@@ -222,15 +215,14 @@ def _call_of(
         args, kwargs = at_size(args, samples), at_size(kwargs, samples)
     if parts.elsewhere is not None:
         if parts.meta and "expect" in node.meta:  # nothing can be read there
-            return _itself, (at_size(node.meta["expect"], samples),), {}
+            return at_size(node.meta["expect"], samples)
         args, kwargs = (mapped(given, torch.device, parts.elsewhere) for given in (args, kwargs))
     if node.op == "call_function":
-        return node.target, args, kwargs  # type: ignore[return-value]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
     module = parts.modules[str(node.target)]
-    foreign = {name: tied[source] for name, source in layer.tied if source in tied} if tied else {}
-    if foreign:
-        return functional_call, (module, foreign, tuple(args), kwargs), {}
-    return module, args, kwargs
+    if foreign := {name: tied[source] for name, source in layer.tied if source in tied}:
+        return functional_call(module, foreign, tuple(args), kwargs)
+    return module(*args, **kwargs)
 
 
 def _check_result(layer: Layer, result: Any, samples: int) -> None:
@@ -252,10 +244,6 @@ def _check_result(layer: Layer, result: Any, samples: int) -> None:
 def _line(item: Any) -> str:
     text = str(item)
     return text if len(text) < 80 else f"{text[:60]}..."
-
-
-def _itself(item: Any) -> Any:
-    return item
 
 
 def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:
