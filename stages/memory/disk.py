@@ -261,7 +261,7 @@ class Disk:
     """One swap file for all stores of a rank, and its threads; closed by whoever opened it.
 
     Called from any thread. ``buffers``: where frames are packed best, as they are written from there without
-    a copy. ``seconds_waited``: for which ``write`` waited."""
+    a copy."""
 
     def __init__(
         self, options: DiskOptions = ANYWHERE, *, depth: int = 4, most_waiting: int = MOST_WAITING,
@@ -280,7 +280,6 @@ class Disk:
         self._gone = deque[SwapEntry]()  # forgotten by whoever could not wait for the lock
         self._error: BaseException | None = None
         self.bytes_written = self.bytes_read = 0
-        self.seconds_waited = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -298,10 +297,7 @@ class Disk:
         num_pieces = -(-num_bytes // REQUEST_BYTES)
         most = max(0, self._most_waiting - num_bytes)
         with self._changed:
-            if self._waiting_bytes > most:
-                began = time.perf_counter()
-                self._changed.wait_for(lambda: self._waiting_bytes <= most)
-                self.seconds_waited += time.perf_counter() - began
+            self._changed.wait_for(lambda: self._waiting_bytes <= most)
             self._sweep()
             start = self.space.take(num_bytes) if num_bytes else None
             num_left = 0 if start is None else num_pieces
