@@ -110,8 +110,8 @@ def test_a_write_can_be_left_uncounted():
 
 
 def test_holders_of_memory_are_counted_and_a_storage_is_found_while_there_is_one():
-    """Memory that a fetch comes into is free while nobody else holds it; what was brought back for one read is
-    there for the next while its reader lives."""
+    """Memory that a fetch comes into is free while nobody else holds it; what was brought back for one read
+    is there for the next while its reader lives."""
     tensor = torch.zeros(3)
     storage = tensor.untyped_storage()
     before = private.num_storage_holders(storage)
