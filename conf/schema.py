@@ -32,17 +32,13 @@ def one_of(known: Sequence[str], name: str, value: str) -> None:
         raise ConfigError(f"{name}={value} is not known; known are {', '.join(known)}")
 
 
-def count_or_auto(name: str, value: Any) -> None:
-    """Refuse what is neither "auto" nor a count from 0."""
-    if value != "auto" and (type(value) is not int or value < 0):
-        raise ConfigError(f"{name}={value} must be auto, or 0 or more")
-
-
-def number_or_auto(name: str, value: Any) -> None:
-    """Refuse what is neither "auto" nor a number from 1."""
-    if value != AUTO and (type(value) is not int or value < 1):
+def count_or_auto(name: str, value: Any, *, least: int = 0) -> Any:
+    """Return "auto" or a count; refuse what is neither, or less than ``least``."""
+    value = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if value != AUTO and (type(value) is not int or value < least):
         found = "null" if value is None else value
-        raise ConfigError(f"{name}={found} must be auto, or 1 or more")
+        raise ConfigError(f"{name}={found} must be auto, or {least} or more")
+    return value
 
 
 def at_least(least: int, name: str, value: int | None) -> None:
@@ -255,7 +251,7 @@ class PlanConfig:
         data: the samples; data._target_=my.data for your own Dataset, DataLoader or a (train, test) pair
         loss: what training lowers: cross_entropy; model, which returns it; loss._target_=my.loss for your own
         optimizer: what updates the weights
-        ranks: processes, of all machines together; 1 runs all stages in one process
+        ranks: processes, of all machines together; 1 runs all stages in one process; auto: by simulated steps
         stages: pipeline stages; null: one a rank (two where the schedule takes two), or one more than cuts
         cuts: cut after these layers or modules, by hand: cuts=[layer2,layer3.0]
         schedule: gpipe, 1f1b, interleaved, zb_h1, zbv, dualpipev, async_1f1b, custom; auto: the
@@ -317,10 +313,9 @@ class PlanConfig:
         for name in ("stages", "batch_size", "threads"):
             at_least(1, name, getattr(self, name))
         for name, number in (("ranks", 1), ("micro_batches", min(8, self.batch_size))):
-            number_or_auto(name, getattr(self, name))
-            if getattr(self, name) == AUTO:
-                setattr(self, name, number)
-                self.searched = (*self.searched, name)
+            value = count_or_auto(name, getattr(self, name), least=1)
+            setattr(self, name, number if value == AUTO else value)
+            self.searched += (name,) * (value == AUTO)
         at_least(0, "seed", self.seed)
         count_or_auto("extra_in_flight", self.extra_in_flight)
         if isinstance(self.recompute, list):

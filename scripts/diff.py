@@ -43,17 +43,19 @@ def main(arguments: Sequence[str]) -> int:
     one, other = map(Path, arguments)
     difference, number = first_difference(one, other)
     print(difference or f"the same digests in all {number} steps that both have on record")
-    if difference and again:
-        _replay(one, other, difference)
     for option, effect in options_that_differ(one, other):
         print(f"  {option}: {effect}")
+    if difference and again:
+        _replay(one, other, difference)
+    elif difference and not difference.follows:
+        print("  add replay=true to find the first step that differs, or train with digest.every=1")
     return int(difference is not None)
 
 
 def _replay(one: Path, other: Path, known: Difference) -> None:
     """Print where replays of both runs part, and draw it."""
     from ..pipeline.run import console
-    from ..pipeline.run.layer_tensors import draw_differences, where_they_part
+    from ..pipeline.run.layer_tensors import draw_differences, paired, where_they_part
     from ..pipeline.run.replay import compared
 
     find_own_modules()
@@ -63,9 +65,15 @@ def _replay(one: Path, other: Path, known: Difference) -> None:
         return
     if difference.step != known.step:
         print(f"replayed: {difference}")
-    print(f"  replayed: {where_they_part(ours, theirs)}")
+    pairs = paired(ours, theirs)
+    if pairs is None:
+        print(
+            "  replayed: layers are not compared, as one run has some, or micro-batches, that the other lacks"
+        )
+        return
+    print(f"  replayed: {where_they_part(pairs)}")
     path = one / "replay" / f"diff_step_{difference.step}.png"
     with refusing(path.parent):
         path.parent.mkdir(exist_ok=True)
-    draw_differences(ours, theirs, path, title=f"Step {difference.step} of {one} and {other}")
+    draw_differences(pairs, path, title=f"Step {difference.step} of {one} and {other}")
     print(f"  {console.short(path)}")

@@ -41,6 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     step, name, stop = (options.pop(key, None) for key in ("step", "show", "break"))
     if step is None or not (step.isdecimal() or step == NOT_FINITE):
         raise ConfigError(f"step= is a number of a step, or nan, found {step}; write step=0 for the first")
+    if step == NOT_FINITE and (name or stop):
+        raise ConfigError(
+            "show= and break= look at a whole step, and step=nan ends at the NaN; give its number"
+        )
     from ..pipeline.run import console
     from ..pipeline.run.replay import first_not_finite, replayed, show
 
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         with contextlib.closing(steps):
             for repeated in steps:
                 compared += repeated.is_recorded
-                if repeated.difference or repeated.step == number:
+                if repeated.step == number or (repeated.difference and not stop):
                     break
             assert repeated is not None, "there is a step"
             print(repeated.difference or _sentence(repeated, compared))

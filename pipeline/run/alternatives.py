@@ -83,12 +83,12 @@ def _changes(
 
 def lower_bound(plan: Plan, profile: Profile) -> float:
     """Return seconds that no plan for the same ranks and micro-batches goes below: all layers divided evenly
-    over the ranks, the slowest layer for every micro-batch, or one micro-batch through all layers."""
+    over the ranks, or one micro-batch through all layers, whose weights may get their gradients later."""
     speeds = plan.cluster.speeds if plan.cluster else [1.0] * plan.num_ranks
-    layers = [layer.forward_seconds + layer.backward_seconds for layer in profile.layers]
-    work, each = sum(layers), -(-plan.micro_batches // max(plan.replicas))
-    evenly, slowest = plan.micro_batches * work / sum(speeds), each * max(layers) / max(speeds)
-    return max(evenly, slowest, work / max(speeds))
+    forward = sum(layer.forward_seconds for layer in profile.layers)
+    backward = sum(layer.backward_seconds for layer in profile.layers)
+    evenly = plan.micro_batches * (forward + backward) / sum(speeds)
+    return max(evenly, (forward + backward / 2) / max(speeds))
 
 
 def described(ours: Candidate | None, profile: Profile, others: list[Alternative]) -> list[str]:
@@ -100,10 +100,10 @@ def described(ours: Candidate | None, profile: Profile, others: list[Alternative
         f"a step takes {show_seconds(seconds)}, simulated from measured layers; no plan for as many ranks "
         f"and micro-batches takes less than {show_seconds(bound)} ({bound / seconds - 1:+.0%})"
     ]
-    if idle := [f"rank {rank} in {1 - x:.0%}" for rank, x in enumerate(ours.panel.bubble) if 1 - x < BUSY]:
+    if idle := [f"rank {rank} ({1 - x:.0%})" for rank, x in enumerate(ours.panel.bubble) if 1 - x < BUSY]:
         lines += [
-            f"little is computed by {', '.join(idle)} of a step; more micro_batches, fewer ranks or "
-            "replicas.count would use them better"
+            f"ranks that compute in less than half of a step: {', '.join(idle)}; more micro_batches, fewer "
+            "ranks or replicas.count would use them better"
         ]
     lines += ["beside it:"] * bool(others)
     return lines + [

@@ -10,22 +10,23 @@ from typing import Any
 
 import torch
 
-from ...compression.errors import ConfigError, PenstockError
+from ...compression.errors import ConfigError, PenstockError, PlanError
 from ...compression.names import AUTO
 from ...conf.schema import PlanConfig
 from ...stages.profiling.network_profile import Profile
 from ...stages.units import show_seconds
 from ..data.samples import Samples
+from ..distributed.launcher import cores
 from . import build
 from .alternatives import KNOWN
 from .bounded import recorded_without_memory
 from .determinism import place
-from .early import ALL
+from .early import ALL, check_chosen
 from .planning import decide, partition_options, record
 from .schedule_comparison import Candidate, candidate
 
 MOST_MICRO_BATCHES = 64
-MEASURED_AT = (4, 16)  # micro-batches
+MEASURED_AT = (4, 64)  # micro-batches; half as many where the model does not take so few samples
 EQUAL = 1.02  # steps that differ by less are equals: they were measured
 EACH = 8  # ranks up to which every number is tried; then powers of two
 
@@ -50,7 +51,7 @@ def choose(config: PlanConfig, samples: Samples | None, profile: Profile | None 
                 plan = decide(tried, measured, {**options, **numbers})
                 one = candidate(measured, plan, **{name: options[name] for name in KNOWN})
             except PenstockError as error:
-                refused = error
+                refused = refused or error
                 continue
             found += [(tried, one)] * one.fits
     if not found:
@@ -66,16 +67,18 @@ def choose(config: PlanConfig, samples: Samples | None, profile: Profile | None 
     slowest = max(found, key=lambda pair: pair[1].seconds)
     worst = " ".join(f"{name}={getattr(slowest[0], name)}" for name in config.searched)
     config.searched = ()
+    check_chosen(config)
     return (
-        f"{' '.join(chosen)}, with a step of {show_seconds(one.seconds)}, is the best of {len(found)} "
-        f"simulated; {worst} takes {show_seconds(slowest[1].seconds)}"
+        f"{' '.join(chosen)} threads={config.threads}, with a step of {show_seconds(one.seconds)}, is the "
+        f"best of {len(found)} simulated; {worst} takes {show_seconds(slowest[1].seconds)}"
     )
 
 
 def _ranks(config: PlanConfig) -> list[int]:
     if "ranks" not in config.searched:
         return [config.ranks]
-    most = torch.accelerator.device_count() if place(config).is_gpu else config.ranks
+    most = max(1, min(config.ranks, cores() // (config.threads or 1)))
+    most = torch.accelerator.device_count() if place(config).is_gpu else most
     return [n for n in range(1, most + 1) if n <= EACH or n == most or n.bit_count() == 1]
 
 
@@ -85,10 +88,21 @@ def _profiles(config: PlanConfig, samples: Samples) -> Iterator[tuple[Profile, i
         yield _measured(config, samples, config.micro_batches), config.micro_batches
         return
     most = min(config.batch_size, MOST_MICRO_BATCHES)
-    few, many = (_measured(config, samples, min(number, most)) for number in MEASURED_AT)
-    for micro_batches in (2**power for power in range(most.bit_length())):
+    (_, few), (least, many) = (_taken(config, samples, min(number, most)) for number in MEASURED_AT)
+    for micro_batches in (2**power for power in range(min(most, least).bit_length())):
         size = -(-config.batch_size // micro_batches)
         yield few.of_samples(size, smaller=many), micro_batches
+
+
+def _taken(config: PlanConfig, samples: Samples, micro_batches: int) -> tuple[int, Profile]:
+    """Return so many micro-batches, or as many as the model takes, with a measurement."""
+    while True:
+        try:
+            return micro_batches, _measured(config, samples, micro_batches)
+        except PlanError:  # of a batch norm of one sample
+            if micro_batches == 1:
+                raise
+            micro_batches //= 2
 
 
 def _known(config: PlanConfig, profile: Profile | None) -> Iterator[tuple[Profile, int]]:

@@ -130,10 +130,15 @@ class Difference:
         return "\n".join([*lines, f"  {self.reason}"])
 
     @property
+    def follows(self) -> bool:
+        """True if the step before it is the same, or there is none."""
+        return self.same == (self.step - 1 if self.step else None)
+
+    @property
     def reason(self) -> str:
         """Place in a step at which the runs part, by what comes first in it: forward, backward, update."""
-        if self.same != (self.step - 1 if self.step else None):
-            return f"not every step up to {self.step} is on record: add replay=true, or use digest.every=1"
+        if not self.follows:
+            return f"not every step up to {self.step} is on record"
         if self.losses:
             return "the forward differs, or its batch: " + (
                 "the weights before it were the same" if self.step else "no weights before it are on record"
@@ -145,9 +150,12 @@ class Difference:
 
 def computed_by(folder: Path, difference: Difference) -> str:
     """Name the ranks that hold the first parameter whose gradient, state or value differs, with their stages
-    and hosts; "" where the forward differs, or nothing is on record."""
-    name = next((difference.names[kind][-1] for kind in KINDS[1:] if kind in difference.names), None)
+    and hosts; "" where the forward differs, a clip makes all gradients others, or nothing is on record."""
+    order = (*KINDS[1:], KINDS[0])
+    kind, name = next(((k, difference.names[k][-1]) for k in order if k in difference.names), ("", None))
     path = RunFolder(path=folder).world
+    if kind == "gradients" and RunFolder(path=folder).read_config().clip.norm is not None:
+        return ""
     lines = [line for line in read_lines(path) if line["step"] <= difference.step] if path.is_file() else []
     if difference.losses or name is None or not lines:
         return ""
@@ -155,7 +163,7 @@ def computed_by(folder: Path, difference: Difference) -> str:
     who = (
         f"rank {rank} (stage {', '.join(map(str, one['stages']))}) on {one['host']}" for rank, one in ranks
     )
-    return f"{name} was computed by {' and '.join(who)}"
+    return f"{name} was computed by {' and '.join(who)}, from what the next stage sent if there is one"
 
 
 def first_difference(one: Path, other: Path) -> tuple[Difference | None, int]:

@@ -51,6 +51,10 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored."""
     if "ranks" in config.searched:
         config.ranks = max(1, cores() // (config.threads or 1))  # at most
+        if isinstance(config.device, list):
+            raise ConfigError(
+                f"device={shown(config.device)} is for as many ranks, found ranks=auto; drop either"
+            )
     given = load_plan(config, typed) if isinstance(config, TrainConfig) and config.plan else None
     if config.cluster is not None and given is None:
         _take_cluster(config, typed)
@@ -64,7 +68,7 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
             if not _findable(name):
                 raise ConfigError(f"{option} needs the package {name}, which is missing; pip install {name}")
     memory, lines = config.memory, () if given else program(config.program)
-    if given is None and "ranks" not in config.searched:
+    if given is None and not config.searched:
         _check_counts(config, lines)
     _check_schedule(config, lines)
     check_name(config.codec)
@@ -84,6 +88,13 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         if (options := getattr(config, group, None)) is not None:
             _check_group(group, options)
     return given
+
+
+def check_chosen(config: PlanConfig) -> None:
+    """Refuse what ``check`` could not see before ``ranks`` and ``micro_batches`` were chosen."""
+    lines = program(config.program)
+    _check_counts(config, lines)
+    _check_schedule(config, lines)
 
 
 def how_to_name(group: str, path: str) -> str:
@@ -275,6 +286,8 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
         raise ConfigError(
             f"schedule={config.schedule} is not known; the known ones are {', '.join([*SCHEDULES, AUTO])}"
         )
+    if config.searched:
+        return
     schedule = schedule_named(config.schedule)
     extra = 0 if config.extra_in_flight == AUTO else config.extra_in_flight
     asks: Any = {name: getattr(config, name) for name in ("schedule", "weights")}
@@ -290,8 +303,6 @@ def _check_schedule(config: PlanConfig, lines: Sequence[str]) -> None:
     if layout(config.schedule) == "custom":
         if not (isinstance(config, TrainConfig) and config.plan):
             placed(lines)
-        return
-    if "ranks" in config.searched:
         return
     ranks = config.ranks
     if config.replicas.several:  # one rank is dealt over its replicas

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pdb
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...compression.names import HOST
 from ...stages.files import save_picture
 from ...stages.stage.nan_check import Watch
 from ...stages.torch_private import is_view, tree_leaves, version_of
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 MOST_HISTOGRAMS = 24
 MOST_NAMES = 80  # of layers under a picture
+MOST_DIFFERENCE = 1e6  # that is drawn; one of NaN or infinite is more
 _COLUMNS = 4
 
 
@@ -38,8 +41,9 @@ class LayerTensor:
         module: Path of the module that it ran in.
         stage: Number of the stage, from 0.
         micro_batch: Number in the step, from 0.
-        output: A copy of the tensor.
-        gradient: Gradient of the loss, times the micro-batch's share, by it; None where none was computed."""
+        output: A copy of the tensor in host memory.
+        gradient: Gradient of the loss, times the micro-batch's share and the loss scale, by it; None where
+            none was computed."""
 
     layer: str
     module: str
@@ -72,7 +76,7 @@ class LayerTensors:
                 continue
             one = LayerTensor(
                 layer=layer.name, module=layer.module, stage=stage, micro_batch=micro_batch,
-                output=tensor.detach().clone(),
+                output=tensor.detach().to(HOST, copy=True),
             )  # fmt: skip
             self.found.append(one)
             # a look at the node of a view that was written to may make it anew, see nan_check.py
@@ -99,7 +103,7 @@ class LayerTensors:
 
 def _keep_gradient(one: LayerTensor, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
     if (gradient := gradients[place]) is not None:
-        one.gradient = gradient.detach().clone()
+        one.gradient = gradient.detach().to(HOST, copy=True)
 
 
 class _Copies:
@@ -146,10 +150,17 @@ def stop_before(stages: Iterable[Stage], name: str) -> list[str]:
     return stopped
 
 
-def where_they_part(ours: Sequence[LayerTensor], theirs: Sequence[LayerTensor]) -> str:
-    """Say which output of a layer, else which gradient, is the first that differs between two runs of a step;
-    both are ``in_order``."""
-    pairs = list(zip(ours, theirs, strict=True))
+def paired(
+    ours: Sequence[LayerTensor], theirs: Sequence[LayerTensor]
+) -> list[tuple[LayerTensor, LayerTensor]] | None:
+    """Return the tensors of two runs of a step, each with its twin, as they are ``in_order``; None where one
+    run has layers or micro-batches that the other has not."""
+    names = [[(one.layer, one.micro_batch) for one in tensors] for tensors in (ours, theirs)]
+    return list(zip(ours, theirs, strict=True)) if names[0] == names[1] else None
+
+
+def where_they_part(pairs: Sequence[tuple[LayerTensor, LayerTensor]]) -> str:
+    """Say which output of a layer, else which gradient, is the first that differs."""
     for one, other in pairs:
         if not same_bits(one.output, other.output):
             return f"{_of(one)} is the first whose output differs, {_by_how_much(one.output, other.output)}"
@@ -171,28 +182,32 @@ def _by_how_much(one: torch.Tensor, other: torch.Tensor) -> str:
 
 
 def _relative(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """Largest difference of two tensors, as a part of the largest element of the first."""
+    """Largest difference of two tensors, as a part of the largest element of the first; infinite where one is
+    finite and the other is not."""
     if one is None or other is None or one.shape != other.shape or not one.numel():
         return 0.0
-    a, b = one.double(), other.double()
-    return float((a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(torch.float64).tiny))
+    a, b = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (one, other))
+    finite = a.isfinite() & b.isfinite()
+    if not a.isfinite().equal(b.isfinite()):
+        return math.inf
+    a, b = (x[finite].double() for x in (a, b))
+    largest = a.abs().max().clamp(min=torch.finfo(torch.float64).tiny) if len(a) else 1.0
+    return float((a - b).abs().max() / largest) if len(a) else 0.0
 
 
-def draw_differences(
-    ours: Sequence[LayerTensor], theirs: Sequence[LayerTensor], path: Path, *, title: str
-) -> None:
+def draw_differences(pairs: Sequence[tuple[LayerTensor, LayerTensor]], path: Path, *, title: str) -> None:
     """Draw for each layer how far its outputs and gradients differ between two runs of a step, in the worst
     micro-batch."""
     from matplotlib.figure import Figure
 
     worst: dict[str, list[float]] = {}
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in pairs:
         both = _relative(one.output, other.output), _relative(one.gradient, other.gradient)
         worst[one.layer] = [max(pair) for pair in zip(worst.get(one.layer, (0, 0)), both, strict=True)]
     picture = Figure(figsize=(13, 4.5), layout="constrained")
     axes = picture.subplots()
     for place, (kind, colour) in enumerate((("output", "#0072B2"), ("gradient of the output", "#E69F00"))):
-        values = [pair[place] for pair in worst.values()]
+        values = [min(pair[place], MOST_DIFFERENCE) for pair in worst.values()]
         axes.plot(values, "o-", markersize=4, color=colour, label=kind, clip_on=False)
     axes.set_yscale("symlog", linthresh=1e-8)
     axes.set_ylim(bottom=0)
@@ -216,7 +231,7 @@ def draw_histograms(tensors: Mapping[str, torch.Tensor], path: Path, *, title: s
     for axes in every[len(some) :]:
         axes.set_axis_off()
     for axes, (name, tensor) in zip(every, some, strict=False):
-        values = tensor.detach().double().flatten()
+        values = tensor.detach().cpu().double().flatten()
         finite = values[values.isfinite()]
         axes.hist(finite.numpy(), bins=50, color="#0072B2", log=True)
         odd = values.numel() - finite.numel()

@@ -74,7 +74,8 @@ def replay(
         for one in penstock.replay("runs/one", step=137, show="layer3"):
             print(one.layer, one.micro_batch, one.output.std(), one.gradient.abs().max())
 
-    A warning says where the step differs from the digests on record.
+    A warning says where the step differs from the digests on record. Threads and determinism of torch are
+    then those of the run.
 
     Args:
         run: Folder of a run of ``penstock train``.
@@ -86,13 +87,16 @@ def replay(
         A tensor with its gradient, by layer as they run, then by micro-batch.
 
     Raises:
-        ConfigError: The run has no such step, or is not one that can be repeated."""
-    tell = functools.partial(warnings.warn, stacklevel=3)
+        ConfigError: The run has no such step or layer, or is not one that can be repeated."""
+    tell, differs = functools.partial(warnings.warn, stacklevel=3), False
     for repeated in replayed(Path(run), step, options, tell=tell, show=show):
-        if repeated.difference:
+        if repeated.difference and not differs:
             tell(str(repeated.difference))
-        if repeated.step == step and repeated.tensors is not None:
-            yield from repeated.tensors.in_order()
+            differs = True
+        if repeated.step == step:
+            if not (found := _in_order(repeated)):
+                raise ConfigError(f"show={show}: no layer has this name or lies in a module of it")
+            yield from found
 
 
 def replayed(
@@ -168,6 +172,7 @@ def compared(
     ours, begin = list[LayerTensor](), 0 if known.same is None else known.same + 1
     for repeated in replayed(one, known.step, tell=tell, begin=begin, show=""):
         lines[repeated.step], ours = repeated.line, _in_order(repeated)
+        del repeated  # which has the pipeline
     same, difference, theirs = None, None, list[LayerTensor]()
     with contextlib.closing(replayed(other, known.step, tell=tell, begin=begin, show="")) as steps:
         for repeated in steps:
@@ -242,8 +247,11 @@ def show(repeated: RepeatedStep, name: str, path: Path) -> None:
 
     Raises:  ConfigError: there are none."""
     found = {} if repeated.tensors is None else repeated.tensors.named()
+    modules = {
+        one.module for one in _in_order(repeated) if one.module.replace(".", "_") == one.layer.strip("_")
+    }
     for full, (tensor, state) in states_of(repeated.pipe).items():
-        if f"{full}.".startswith(f"{name}."):
+        if any(f"{full}.".startswith(f"{path}.") for path in (name, *modules)):
             every = {"weights": tensor, "gradients": tensor.grad, **(state or {})}
             found |= {f"{full} {kind}": one for kind, one in every.items() if isinstance(one, Tensor)}
     if not found:

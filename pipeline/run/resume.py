@@ -46,6 +46,7 @@ SINCE = {
     "error_feedback": False,
     "data.skip_broken": False,
     "replicas.shares": "even",
+    "replicas.check": "rarely",
     "loss._target_": "penstock.pipeline.run.losses.cross_entropy",
     "loss.label_smoothing": 0.0,
 }
@@ -66,7 +67,7 @@ class Source:
             theirs["stages"] = None  # as many as the plan had
         if config.schedule == AUTO:
             theirs["schedule"] = AUTO  # the notes have the one that was chosen
-        keys = [key for key in {*ours, *theirs} if key.partition(".")[0] in ASKED]
+        keys = [key for key in {*ours, *theirs} - {"replicas.check"} if key.partition(".")[0] in ASKED]
         if not all(ours.get(key) == theirs.get(key) for key in keys):
             return None
         config.schedule = self._plan.schedule

@@ -39,9 +39,9 @@ def _options_that_differ(typed: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _row(summary: Mapping[str, Any]) -> list[str]:
-    accuracy, loss = summary["test_accuracy"], summary["loss"]
+    accuracy, loss, speed = summary.get("test_accuracy"), summary["loss"], summary["samples_per_second"]
     return [
-        f"{summary['samples_per_second']:,.0f}",
+        f"{speed:,.0f}" if speed else "-",
         f"{summary['bubble']:.0%}",
         f"{summary['ratio']:.2f}x" if summary["ratio"] else "-",
         "-" if loss is None else f"{loss:.4f}",
@@ -56,9 +56,8 @@ def _draw(runs: Sequence[tuple[str, Mapping[str, Any], Sequence[Mapping[str, Any
     picture = Figure(figsize=(13, max(4.0, 1.2 + 0.35 * len(runs))), layout="constrained")
     speeds, losses = picture.subplots(1, 2)
     for (name, summary, lines), colour in zip(runs, itertools.cycle(COLOURS), strict=False):
-        speeds.bar_label(
-            speeds.barh(name, summary["samples_per_second"], color=colour), fmt="%.0f", padding=3
-        )
+        bar = speeds.barh(name, summary["samples_per_second"] or 0, color=colour)
+        speeds.bar_label(bar, fmt="%.0f", padding=3)
         losses.plot([one["step"] for one in lines], [one["loss"] for one in lines], color=colour, label=name)
     speeds.invert_yaxis()
     speeds.margins(x=0.12)

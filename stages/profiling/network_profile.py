@@ -147,8 +147,10 @@ class Profile:
             large, other = getattr(layer, name), others.get(layer.name)
             if smaller is None or other is None or smaller.num_samples >= self.num_samples:
                 return times * large
-            slope = (large - getattr(other, name)) / (self.num_samples - smaller.num_samples)
-            return max(0.0, large + max(0.0, slope) * (samples - self.num_samples))
+            small = getattr(other, name)
+            slope = max(0.0, (large - small) / (self.num_samples - smaller.num_samples))
+            least = small * min(1.0, samples / smaller.num_samples)  # where a line would go below zero
+            return max(least, large + slope * (samples - self.num_samples))
 
         layers = [
             dataclasses.replace(

@@ -304,6 +304,10 @@ def test_a_sweep_runs_every_value_and_tells_which_was_refused(capfd, tmp_path):
         assert row.split()[-2:] == [f"{summary['loss']:.4f}", f"{summary['test_accuracy']:.2%}"]
     assert picture == "two/sweep.png"
     assert (tmp_path / picture).stat().st_size > 10_000
+    job = job.replace("hydra.sweep.dir=two", "hydra.sweep.dir=three")
+    code, out, _ = penstock(f"{job} optimizer.lr=0.1,1e38 epochs=1", capfd)
+    assert code == 3
+    assert out.splitlines()[-2].split()[-2:] == ["-", "-"]  # neither loss nor accuracy
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):

@@ -202,6 +202,7 @@ REFUSED = {
     "replay run step=1 schedule=async_1f1b": "a replay repeats synchronous steps, found schedule=async_1f1b",
     "replay nowhere step=1": "nowhere is no folder of a run",
     "replay . step=1": "has no config.yaml; name the folder of a run",
+    "replay run step=nan show=3": "show= and break= look at a whole step",
     "audit run steps=0": "penstock audit takes steps= and seed=, numbers",
     "audit run run": "run run is no folder of a run",
 }

@@ -36,6 +36,7 @@ def chosen(monkeypatch, fixed, each, **options):
     """Choose, and return the numbers with the best of all by brute force."""
     profile: Any = measured(fixed, each)
     monkeypatch.setattr(counts, "_measured", profile)
+    monkeypatch.setattr(counts, "cores", lambda: 4)
     asked: dict[str, Any] = {"ranks": "auto", "micro_batches": "auto", "threads": 1} | options
     config, seconds = PlanConfig(batch_size=64, **asked), {}
     if "ranks" in config.searched:
@@ -65,6 +66,20 @@ def test_the_numbers_are_those_of_the_shortest_step(fixed, each, options, monkey
 def test_what_costs_the_same_for_any_size_gets_few_micro_batches_and_what_does_not_gets_many(monkeypatch):
     assert chosen(monkeypatch, 1000, 0, ranks=1)[0][1] == 1
     assert chosen(monkeypatch, 0, 1, ranks=4)[0][1] == 64
+
+
+def test_a_model_that_takes_no_micro_batch_of_one_sample_is_measured_at_larger_ones(monkeypatch):
+    whole: Any = measured(0, 1)
+
+    def refuses(config, samples, micro_batches):
+        if -(-config.batch_size // micro_batches) < 4:
+            raise PlanError("too few for a batch norm")
+        return whole(config, samples, micro_batches)
+
+    config = PlanConfig(batch_size=64, ranks=4, micro_batches="auto", threads=1)
+    monkeypatch.setattr(counts, "_measured", refuses)
+    counts.choose(config, Path)  # pyright: ignore[reportArgumentType]
+    assert config.micro_batches == 16
 
 
 def test_nothing_that_does_not_fit_is_chosen(monkeypatch):

@@ -74,12 +74,16 @@ def test_one_wrong_label_is_found_at_its_step_and_where_gradients_begin(capfd):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[4::5]))
     code, shown = diff(capfd, "right", "wrong", "replay=true")
     assert code == 1
-    assert "not every step up to 4 is on record: add replay=true" in shown
+    assert "not every step up to 4 is on record" in shown
     assert f"replayed: step {first} is the first that differs; step {first - 1} is the same" in shown
     assert (
         "replayed: layer _6 (6), in micro-batch 0, is the first with another gradient of its output" in shown
     )
     assert Path("right/replay", f"diff_step_{first}.png").stat().st_size > 10_000
+    trained(f"{JOB} ranks=1 stages=2 micro_batches=2 hydra.run.dir=halves")
+    code, shown = diff(capfd, "right", "halves", "replay=true")
+    assert code == 1
+    assert "layers are not compared, as one run has some, or micro-batches, that the other lacks" in shown
 
 
 def changed(folder, step, name, kind):
