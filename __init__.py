@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .pipeline.integrations.data_parallel import FsdpAllGather as FsdpAllGather
     from .pipeline.integrations.data_parallel import FsdpReduceScatter as FsdpReduceScatter
     from .pipeline.integrations.data_parallel import ddp_hook as ddp_hook
+    from .pipeline.integrations.torch_pipelines import offload_stage as offload_stage
     from .pipeline.integrations.torch_pipelines import pack_transfers as pack_transfers
     from .pipeline.network_definition import from_layers as from_layers
     from .pipeline.partition.partition import partition as partition
@@ -78,6 +79,7 @@ _HOMES = {
     "Cluster": "stages.plan.cluster",
     "layer_seed": "stages.seeds",
     "from_layers": "pipeline.network_definition",
+    "offload_stage": "pipeline.integrations.torch_pipelines",
     "pack_transfers": "pipeline.integrations.torch_pipelines",
     "ddp_hook": "pipeline.integrations.data_parallel",
     "FsdpAllGather": "pipeline.integrations.data_parallel",

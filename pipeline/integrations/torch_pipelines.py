@@ -2,7 +2,8 @@
 
     schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
     transfers = penstock.pack_transfers(schedule)        # on every rank, before the first step
-    schedule.step(x); print(transfers)
+    saved = penstock.offload_stage(stage)                # saved tensors, too, are packed until they are read
+    schedule.step(x); print(transfers, saved)
 
 A stage's methods that list its sends and receives are replaced, so that sends carry frames and receives have
 room for the longest one. Where a stage's output is that of a ReLU, its gradient travels only where the output
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ...compression.errors import CodecError, ScheduleError
 from ...compression.names import HOST
+from ...stages.memory.offload import Offload, offload
 from .exchange import Packing, Transfers
 
 REPLACED = (
@@ -62,6 +64,40 @@ def pack_transfers(schedule: Any, codec: str = "auto", *, deadline: float = 60.0
     for stage in stages:
         stage.packed_transfers = _PackedStage(stage, packing)
     return packing.transfers
+
+
+def offload_stage(stage: Any, tier: str = "packed", **options: Any) -> Offload:
+    """Keep what the forwards of a stage save packed, or elsewhere, until their backwards; the same bits.
+
+    Args:
+        stage: a stage of ``torch.distributed.pipelining``, before its first step.
+        tier: ``packed``, ``host`` or ``disk``.
+        options: as for ``penstock.offload``.
+
+    Returns:
+        What is counted from now on.
+
+    Raises:
+        ScheduleError: this is no such stage, or it is called a second time.
+        ConfigError: no such tier or option value.
+    """
+    module = getattr(stage, "submod", None)
+    if not isinstance(module, torch.nn.Module):
+        rule = "offload_stage takes a stage of torch.distributed.pipelining"
+        raise ScheduleError(
+            f"{rule}, found {type(stage).__name__}; give the stage, not its schedule or module"
+        )
+    if "offload_stage" in vars(stage):
+        raise ScheduleError(f"stage {stage.stage_index} keeps what it saves elsewhere already; call it once")
+    saved, forward = offload(tier, keep=module, **options), module.forward
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with saved:
+            return forward(*args, **kwargs)
+
+    module.forward = kept
+    stage.offload_stage = saved
+    return saved
 
 
 class _PackedStage:

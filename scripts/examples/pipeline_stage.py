@@ -1,4 +1,4 @@
-"""torch's own pipeline with packed saved tensors: ``penstock.offload`` around the forward of every stage.
+"""torch's own pipeline with packed saved tensors: ``penstock.offload_stage``.
 
     torchrun --nproc-per-node 2 scripts/examples/pipeline_stage.py
 
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from penstock.stages.memory.offload import Offload, offload
+import penstock
+from penstock.stages.memory.offload import Offload
 
 MICRO_BATCHES = 4
 
@@ -27,31 +28,19 @@ def network() -> list[nn.Module]:
     return [nn.Sequential(*first), nn.Sequential(*second)]
 
 
-class Packed(nn.Module):
-    """A stage with the saved tensors of its forwards packed until their backward."""
-
-    def __init__(self, module: nn.Module, saved: Offload) -> None:
-        super().__init__()
-        self.module, self.saved = module, saved
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Outputs of ``module`` for ``inputs``."""
-        with self.saved:
-            return self.module(inputs)
-
-
 def gradients(
-    module: nn.Module, images: torch.Tensor, labels: torch.Tensor, saved: Offload | None
-) -> list[torch.Tensor]:
-    """One step of 1F1B: the gradients of this rank's stage; ``saved`` is entered around every forward."""
-    rank, runs = dist.get_rank(), Packed(module, saved) if saved else module
-    stage = PipelineStage(runs, rank, dist.get_world_size(), torch.device("cpu"))
+    module: nn.Module, images: torch.Tensor, labels: torch.Tensor, *, packs: bool
+) -> tuple[list[torch.Tensor], Offload | None]:
+    """One step of 1F1B: the gradients of this rank's stage, and what was saved, if it is packed."""
+    rank = dist.get_rank()
+    stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
+    saved = penstock.offload_stage(stage, "packed", min_bytes="4KiB") if packs else None
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.cross_entropy)
     if rank == 0:
         schedule.step(images)
     else:
         schedule.step(target=labels, losses=[])
-    return [p.grad for p in module.parameters() if p.grad is not None]
+    return [p.grad for p in module.parameters() if p.grad is not None], saved
 
 
 def compare() -> Offload:
@@ -59,10 +48,9 @@ def compare() -> Offload:
     torch.manual_seed(0)
     module = network()[dist.get_rank()]
     images, labels = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
-    plain = gradients(copy.deepcopy(module), images, labels, None)
-
-    saved = offload("packed", min_bytes="4KiB", keep=module)
-    packed = gradients(module, images, labels, saved)
+    plain, _ = gradients(copy.deepcopy(module), images, labels, packs=False)
+    packed, saved = gradients(module, images, labels, packs=True)
+    assert saved is not None, "it was asked for"
     for a, b in zip(plain, packed, strict=True):
         if not torch.equal(a.view(torch.int32), b.view(torch.int32)):
             raise SystemExit(f"rank {dist.get_rank()}: the gradients differ")

@@ -117,9 +117,11 @@ def schedule_of(name, rank, model="conv"):
     return made, [modules[i] for i in mine], stages
 
 
-def gradients(name, codec, model="conv"):
-    """Losses and gradients of three steps on this rank; ``codec``: None sends as torch does."""
+def gradients(name, codec, model="conv", tier=None):
+    """Losses and gradients of three steps on this rank; ``codec``: None sends as torch does; ``tier``: where
+    saved tensors are until they are read."""
     schedule, modules, stages = schedule_of(name, dist.get_rank(), model)
+    saved = [penstock.offload_stage(stage, tier, min_bytes=1) for stage in stages if tier]
     transfers: Any = penstock.pack_transfers(schedule, codec) if codec else None
     draw = torch.Generator().manual_seed(1)
     found = []
@@ -130,14 +132,15 @@ def gradients(name, codec, model="conv"):
         schedule.step(*([x] if first else []), **({"target": y, "losses": losses} if last else {}))
         found += [p.grad.clone() for module in modules for p in module.parameters()]
         found += losses
+    assert not saved or any(one.bytes_raw > 0 for one in saved)  # of a last layer alone, nothing leaves
     return found, transfers
 
 
 def compare(name, codecs, model):
     plain, _ = gradients(name, None, model)
     counted = {}
-    for codec in codecs:
-        packed, transfers = gradients(name, codec, model)
+    for codec, tier in codecs.items():
+        packed, transfers = gradients(name, codec, model, tier)
         assert len(packed) == len(plain)
         assert all(map(same_bits, plain, packed)), (name, codec)
         assert transfers.bytes_raw > 0
@@ -152,7 +155,8 @@ def compare(name, codecs, model):
     [(2, "conv"), (3, "conv"), (2, "bfloat16"), pytest.param(3, "bfloat16", marks=pytest.mark.slow)],
 )
 def test_every_schedule_of_torch_has_its_own_bits(ranks, size, model, name):
-    counted = ranks.run(compare, name, ["auto", "zero_value", "zero_value+exponent"], model, ranks=size)
+    codecs = {"auto": "disk", "zero_value": None, "zero_value+exponent": "packed"}
+    counted = ranks.run(compare, name, codecs, model, ranks=size)
     for of_rank in counted:
         raw, sent = of_rank["zero_value+exponent"]
         assert sent < raw or (size, model) != (2, "conv")  # tensors of the others are smaller than headers
@@ -186,7 +190,7 @@ def test_a_gradient_that_somebody_reads_is_sent_whole():
 
 
 def mistakes():
-    schedule, *_ = schedule_of("1f1b", dist.get_rank())
+    schedule, _, (stage,) = schedule_of("1f1b", dist.get_rank())
     for given, codec, told in (
         (nn.Linear(1, 1), "raw", "takes a schedule of torch.distributed.pipelining, found Linear"),
         (schedule, "zip", "codec is one of"),
@@ -196,6 +200,14 @@ def mistakes():
     ):
         with pytest.raises(penstock.PenstockError, match=told) if told else contextlib.nullcontext():
             penstock.pack_transfers(given, codec)
+    for given, tier, told in (
+        (schedule, "packed", "takes a stage of torch.distributed.pipelining, found Schedule1F1B"),
+        (stage, "moon", "moon"),
+        (stage, "packed", None),
+        (stage, "disk", r"stage \d keeps what it saves elsewhere already"),
+    ):
+        with pytest.raises(penstock.PenstockError, match=told) if told else contextlib.nullcontext():
+            penstock.offload_stage(given, tier)
 
 
 @pytest.mark.ranks
