@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ...stages.stage.value_routing import Route
     from ...stages.tracing.layers import Layer
 
+OF_MICRO_BATCH = ", micro-batch "
 MOST_HISTOGRAMS = 24
 MOST_NAMES = 80  # of layers under a picture
 MOST_DIFFERENCE = 1e6  # that is drawn; one of NaN or infinite is more
@@ -41,6 +42,7 @@ class LayerTensor:
         module: Path of the module that it ran in.
         stage: Number of the stage, from 0.
         micro_batch: Number in the step, from 0.
+        place: Number among the tensors of the layer's result, from 0.
         output: A copy of the tensor in host memory.
         gradient: Gradient of the loss, times the micro-batch's share and the loss scale, by it; None where
             none was computed."""
@@ -49,6 +51,7 @@ class LayerTensor:
     module: str
     stage: int
     micro_batch: int
+    place: int
     output: torch.Tensor
     gradient: torch.Tensor | None = None
 
@@ -71,11 +74,11 @@ class LayerTensors:
         """Take copies of a layer's ``result``, and of its gradients once they are there."""
         if not is_within(layer, self.name):
             return
-        for tensor in tree_leaves(result):
+        for place, tensor in enumerate(tree_leaves(result)):
             if not isinstance(tensor, torch.Tensor):
                 continue
             one = LayerTensor(
-                layer=layer.name, module=layer.module, stage=stage, micro_batch=micro_batch,
+                layer=layer.name, module=layer.module, stage=stage, micro_batch=micro_batch, place=place,
                 output=tensor.detach().to(HOST, copy=True),
             )  # fmt: skip
             self.found.append(one)
@@ -93,11 +96,10 @@ class LayerTensors:
         """Return the copies by names for tables and files."""
         found: dict[str, torch.Tensor] = {}
         for one in self.in_order():
-            for kind, tensor in (("output", one.output), ("output's gradient", one.gradient)):
+            output = f"output {one.place}" if one.place else "output"
+            for kind, tensor in ((output, one.output), (f"{output} gradient", one.gradient)):
                 if tensor is not None:
-                    name = f"{one.layer} {kind}, micro-batch {one.micro_batch}"
-                    number = sum(key.startswith(name) for key in found)
-                    found[f"{name}, {number}" if number else name] = tensor
+                    found[f"{one.layer} {kind}{OF_MICRO_BATCH}{one.micro_batch}"] = tensor
         return found
 
 
@@ -155,7 +157,7 @@ def paired(
 ) -> list[tuple[LayerTensor, LayerTensor]] | None:
     """Return the tensors of two runs of a step, each with its twin, as they are ``in_order``; None where one
     run has layers or micro-batches that the other has not."""
-    names = [[(one.layer, one.micro_batch) for one in tensors] for tensors in (ours, theirs)]
+    names = [[(one.layer, one.micro_batch, one.place) for one in tensors] for tensors in (ours, theirs)]
     return list(zip(ours, theirs, strict=True)) if names[0] == names[1] else None
 
 

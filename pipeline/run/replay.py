@@ -29,7 +29,7 @@ from ..checkpoint import Checkpoint, load
 from . import console, early
 from .checkpoints import find, first_whole
 from .digests import Difference, check_plan, first_of, record_digests, recorded, states_of
-from .layer_tensors import LayerTensor, LayerTensors, draw_histograms, stop_before
+from .layer_tensors import OF_MICRO_BATCH, LayerTensor, LayerTensors, draw_histograms, stop_before
 from .metrics import read_lines
 from .planning import prepare
 from .resume import flat, kind_of, resolve
@@ -265,10 +265,11 @@ def show(repeated: RepeatedStep, name: str, path: Path) -> None:
         values = tensor.detach().double().flatten()
         figures = (values.mean(), values.std(correction=0), values.min(), values.max())
         shares = ((values == 0).double().mean(), (~values.isfinite()).double().mean())
-        cells = (*(f"{one:.4g}" for one in figures), *(f"{one:.1%}" for one in shares))
-        rows.append((kind, "x".join(map(str, tensor.shape)), *cells))
-    names = ("tensor", "shape", "mean", "std", "least", "most", "zeros", "not finite")
-    console.screen().print(table(names, rows, left=names[:2]))
+        cells = (*(f"{one:.3g}" for one in figures), *(f"{one:.0%}" for one in shares))
+        of, _, micro_batch = kind.partition(OF_MICRO_BATCH)
+        rows.append((of, micro_batch, "x".join(map(str, tensor.shape)), *cells))
+    names = ("tensor", "micro-batch", "shape", "mean", "std", "least", "most", "zeros", "NaN/inf")
+    console.screen(width_of_a_log=150).print(table(names, rows, left=names[:1]))
     with refusing(path.parent):
         path.parent.mkdir(exist_ok=True)
     write_tensors(path, {kind: tensor.detach().cpu().contiguous() for kind, tensor in found.items()})
