@@ -75,7 +75,7 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         for name in ("prefetch_layers", "writeout_layers"):
-            count_or_auto(f"memory.{name}", getattr(self, name))
+            setattr(self, name, count_or_auto(f"memory.{name}", getattr(self, name)))
 
 
 @dataclass
@@ -317,7 +317,7 @@ class PlanConfig:
             setattr(self, name, number if value == AUTO else value)
             self.searched += (name,) * (value == AUTO)
         at_least(0, "seed", self.seed)
-        count_or_auto("extra_in_flight", self.extra_in_flight)
+        self.extra_in_flight = count_or_auto("extra_in_flight", self.extra_in_flight)
         if isinstance(self.recompute, list):
             self.recompute = [str(path) if type(path) is int else path for path in self.recompute]
         paths = self.recompute if isinstance(self.recompute, list) else []

@@ -81,7 +81,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
         if size is not None and (name == "memory.host" or share_of(size, name=name) is None):
             parse_bytes(size, name=name)
     _check_disk(memory)
-    count_or_auto("data.workers", config.data.get("workers", AUTO))
+    if "workers" in config.data:
+        config.data["workers"] = count_or_auto("data.workers", config.data["workers"])
     if not isinstance(skips := config.data.get("skip_broken", False), bool):
         raise ConfigError(f"data.skip_broken={skips} must be true or false")
     for group in groups.groups():

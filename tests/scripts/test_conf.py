@@ -249,3 +249,14 @@ def test_every_option_has_its_meaning_in_the_help(schema):
             assert re.search(rf"(?<!\S){re.escape(name)}=\S", text), name
     for name in ("ranks=2 ", "data=NAME ", "cache.data=null", "model.hidden=[512,512]", "data.root=VALUE"):
         assert text.count(name) == (name != "cache.data=null" or schema is TrainConfig)
+
+
+def test_a_count_in_quotes_as_the_environment_gives_it_is_a_count():
+    data = {"_target_": f"{SAMPLES}.digits.load", "workers": "2"}
+    config = PlanConfig(ranks="3", micro_batches="4", extra_in_flight="1", data=data)
+    config.memory = MemoryConfig(prefetch_layers="5", writeout_layers="auto")
+    early.check(config)
+    counts = config.ranks, config.micro_batches, config.extra_in_flight, config.data["workers"]
+    assert (*counts, config.memory.prefetch_layers, config.memory.writeout_layers) == (3, 4, 1, 2, 5, "auto")
+    with pytest.raises(ConfigError, match="extra_in_flight=-1 must be auto, or 0 or more"):
+        PlanConfig(extra_in_flight="-1")
