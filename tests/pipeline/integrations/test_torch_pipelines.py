@@ -191,23 +191,20 @@ def test_a_gradient_that_somebody_reads_is_sent_whole():
 
 def mistakes():
     schedule, _, (stage,) = schedule_of("1f1b", dist.get_rank())
-    for given, codec, told in (
-        (nn.Linear(1, 1), "raw", "takes a schedule of torch.distributed.pipelining, found Linear"),
-        (schedule, "zip", "codec is one of"),
-        (schedule, "bf16", "loses nothing, found bf16"),
-        (schedule, "raw", None),
-        (schedule, "raw", r"stage \d packs its transfers already"),
+    rule = "of torch.distributed.pipelining, found"
+    for call, given, option, told in (
+        (penstock.pack_transfers, nn.Linear(1, 1), "raw", f"takes a schedule {rule} Linear"),
+        (penstock.pack_transfers, schedule, "zip", "codec is one of"),
+        (penstock.pack_transfers, schedule, "bf16", "loses nothing, found bf16"),
+        (penstock.pack_transfers, schedule, "raw", None),
+        (penstock.pack_transfers, schedule, "raw", r"stage \d packs its transfers already"),
+        (penstock.offload_stage, schedule, "packed", f"takes a stage {rule} Schedule1F1B"),
+        (penstock.offload_stage, stage, "moon", "moon"),
+        (penstock.offload_stage, stage, "packed", None),
+        (penstock.offload_stage, stage, "disk", r"stage \d keeps what it saves elsewhere already"),
     ):
         with pytest.raises(penstock.PenstockError, match=told) if told else contextlib.nullcontext():
-            penstock.pack_transfers(given, codec)
-    for given, tier, told in (
-        (schedule, "packed", "takes a stage of torch.distributed.pipelining, found Schedule1F1B"),
-        (stage, "moon", "moon"),
-        (stage, "packed", None),
-        (stage, "disk", r"stage \d keeps what it saves elsewhere already"),
-    ):
-        with pytest.raises(penstock.PenstockError, match=told) if told else contextlib.nullcontext():
-            penstock.offload_stage(given, tier)
+            call(given, option)
 
 
 @pytest.mark.ranks
