@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.compression.errors import ConfigError
 from penstock.pipeline.run.metrics import DIRECTIONS, read_lines
 from penstock.pipeline.run.run_folder import RunFolder
+from penstock.pipeline.run.sweep import COLOURS
 from penstock.stages.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 RACE = Path(__file__).resolve().parents[1] / "bench" / "pipeline.py"
 GREY = "#7F7F7F"
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-"""Palette of Okabe and Ito, which colour-blind readers can tell apart."""
 
 TENSORS = {"forward": "activations", "backward": "gradients"}
 
