@@ -42,9 +42,9 @@ def choose(config: PlanConfig, samples: Samples | None, profile: Profile | None 
     options, found = partition_options(config), list[tuple[PlanConfig, Candidate]]()
     refused: PenstockError | None = None
     profiles = _profiles(config, samples) if samples else _known(config, profile)
+    schedule = AUTO if config.schedule == ALL else config.schedule
     for measured, micro_batches in profiles:
         for ranks in _ranks(config):
-            schedule = AUTO if config.schedule == ALL else config.schedule
             tried = dataclasses.replace(config, ranks=ranks, micro_batches=micro_batches, schedule=schedule)
             numbers = {"ranks": ranks, "micro_batches": micro_batches}
             try:

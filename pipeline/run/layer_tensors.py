@@ -63,7 +63,7 @@ def is_within(layer: Layer, name: str) -> bool:
 
 
 class LayerTensors:
-    """Copies of what the layers under ``name`` return from now on, in ``found``, until ``clear``."""
+    """Copies of what the layers under ``name`` return from now on, in ``found``."""
 
     def __init__(self, stages: Iterable[Stage], name: str) -> None:
         self.name, self.found = name, list[LayerTensor]()

@@ -179,10 +179,8 @@ def compared(
             if repeated.step not in lines:
                 continue
             same = known.same if same is None and known.same == repeated.step - 1 else same
-            difference, theirs = (
-                first_of(lines, {repeated.step: repeated.line}, same=same),
-                _in_order(repeated),
-            )
+            theirs = _in_order(repeated)
+            difference = first_of(lines, {repeated.step: repeated.line}, same=same)
             if difference:
                 break
             same = repeated.step
@@ -251,7 +249,7 @@ def show(repeated: RepeatedStep, name: str, path: Path) -> None:
         one.module for one in _in_order(repeated) if one.module.replace(".", "_") == one.layer.strip("_")
     }
     for full, (tensor, state) in states_of(repeated.pipe).items():
-        if any(f"{full}.".startswith(f"{path}.") for path in (name, *modules)):
+        if any(f"{full}.".startswith(f"{inside}.") for inside in (name, *modules)):
             every = {"weights": tensor, "gradients": tensor.grad, **(state or {})}
             found |= {f"{full} {kind}": one for kind, one in every.items() if isinstance(one, Tensor)}
     if not found:

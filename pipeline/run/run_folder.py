@@ -137,12 +137,8 @@ class RunFolder:
 
         Args:   resumes: this is that run, which goes on; its metrics stay.
         """
-        begun = (
-            ()
-            if resumes
-            else (self.metrics, self.timeline, self.trace, self.shares, self.digests, self.world)
-        )
-        left = [*(path for path in begun if path.exists()), *self.errors.glob("*")]
+        begun = self.metrics, self.timeline, self.trace, self.shares, self.digests, self.world
+        left = [*(path for path in begun if path.exists() and not resumes), *self.errors.glob("*")]
         with refusing(self.path):
             for path in left:
                 path.unlink()
