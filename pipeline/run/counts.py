@@ -22,7 +22,7 @@ from .alternatives import KNOWN
 from .bounded import recorded_without_memory
 from .determinism import place
 from .early import ALL, check_chosen
-from .planning import decide, partition_options, record
+from .planning import partition_options, plan_of, record
 from .schedule_comparison import Candidate, candidate
 
 MOST_MICRO_BATCHES = 64
@@ -48,7 +48,7 @@ def choose(config: PlanConfig, samples: Samples | None, profile: Profile | None 
             tried = dataclasses.replace(config, ranks=ranks, micro_batches=micro_batches, schedule=schedule)
             numbers = {"ranks": ranks, "micro_batches": micro_batches}
             try:
-                plan = decide(tried, measured, {**options, **numbers})
+                plan = plan_of(tried, measured, {**options, **numbers})
                 one = candidate(measured, plan, **{name: options[name] for name in KNOWN})
             except PenstockError as error:
                 refused = refused or error

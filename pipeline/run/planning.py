@@ -155,19 +155,21 @@ def prepare(config: PlanConfig) -> Samples:
     return build.samples(config.data, batch_size=config.batch_size, labelled=labelled)
 
 
-def decide(config: PlanConfig, profile: Profile, options: dict[str, Any] | None = None) -> Plan:
-    """Return the plan for ``config`` and what was measured of the model; ``options``: ``partition_options``,
-    where they were measured already."""
-    options = options or partition_options(config)
+def plan_of(config: PlanConfig, profile: Profile, options: dict[str, Any]) -> Plan:
+    """Return the plan for ``config``, its ``partition_options`` and what was measured of the model."""
     try:
         if config.schedule == AUTO:
-            plan = _best_schedule(config, profile, options).chosen.plan
-        else:
-            names = ("schedule", "weights", "prediction", "error_feedback")
-            asked = {name: getattr(config, name) for name in names}
-            plan = partition(profile, program=program(config.program), **asked, **options)
+            return _best_schedule(config, profile, options).chosen.plan
+        names = ("schedule", "weights", "prediction", "error_feedback")
+        asked = {name: getattr(config, name) for name in names}
+        return partition(profile, program=program(config.program), **asked, **options)
     except TooSmall as error:  # in the spelling of options
         raise PlanError(str(error).replace("memory=", "memory.device=")) from error
+
+
+def decide(config: PlanConfig, profile: Profile, options: dict[str, Any] | None = None) -> Plan:
+    """Return ``plan_of`` a run, and say which ranks it leaves out; ``options``: None measures them."""
+    plan = plan_of(config, profile, options or partition_options(config))
     if config.replicas.idle and plan.num_ranks < config.ranks:
         console.warn(
             f"ranks={plan.num_ranks} of {config.ranks}: no way to give more of them work has a shorter step, "
