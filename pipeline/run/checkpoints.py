@@ -106,10 +106,11 @@ class Checkpoints:
             self._worker.submit(self._saving.write)
 
     def settle(self) -> None:
-        """Wait until one that is on its way is there; collective."""
+        """Wait until one that is on its way is there, and older ones are removed; collective."""
+        self._worker.drain()  # a removal takes the folder of one that begins for one that was never whole
         while self._saving:
-            self._worker.drain()
             self._lead_on(self._saving)
+            self._worker.drain()
 
     def _lead_on(self, saving: Saving) -> None:
         """Finish the checkpoint with all ranks, once all of them have written."""

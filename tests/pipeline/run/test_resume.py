@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from commands import SMALL, losses, refusal, same_model, same_run, summary, trai
 from penstock import CheckpointError, ConfigError, PlanError
 from penstock.conf.schema import CacheConfig, CheckpointConfig, ReplicasConfig, TrainConfig
 from penstock.pipeline.run import train
-from penstock.pipeline.run.checkpoints import first_whole
+from penstock.pipeline.run.checkpoints import Checkpoints, first_whole
 from penstock.pipeline.run.resume import check, position
 
 ALONE = (
@@ -203,3 +204,13 @@ def test_where_every_checkpoint_is_damaged_nobody_is_sent_to_an_earlier_one():
     assert [sentence.split()[0] for sentence in told] == ["c", "b"]
     with pytest.raises(CheckpointError, match=r"^a is damaged; take an earlier checkpoint$"):
         first_whole([Path("a")], damaged, told.append)
+
+
+def test_a_checkpoint_begins_once_older_ones_are_removed(monkeypatch):
+    keep, after = Checkpoints._keep, Checkpoints.after
+    monkeypatch.setattr(Checkpoints, "_keep", lambda self: (time.sleep(0.6), keep(self)))
+    monkeypatch.setattr(Checkpoints, "after", lambda *given: (time.sleep(0.05), after(*given)))
+    steps = "ranks=1 max_steps=8 checkpoint.every=4 checkpoint.keep=9"
+    trained(f"{SMALL} batch_size=24 {steps} hydra.run.dir=run")
+    found = sorted(Path("run/checkpoints").glob("step_*/index.json"))
+    assert [path.parent.name for path in found] == ["step_00000004", "step_00000008"]
