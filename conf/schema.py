@@ -180,12 +180,16 @@ class DigestConfig:
 
     Attributes:
         every: steps from one line of digests.jsonl to the next; null: none
+        layers: also of what each layer returns for each micro-batch, and of its gradient
     """
 
     every: int | None = None
+    layers: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, "digest.every", self.every)
+        if self.layers and self.every is None:
+            raise ConfigError("digest.layers=true adds to lines of digests, found none; add digest.every=10")
 
 
 @dataclass

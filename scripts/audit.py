@@ -44,7 +44,8 @@ def main(arguments: Sequence[str]) -> int:
 
     wrong = 0
     for audit in audited(run, tell=console.warn, **numbers):
-        print(f"step {audit.step} ({' '.join(audit.options)}): {audit.difference or 'as on record'}")
+        how = " ".join(audit.options) or "the same cut"
+        print(f"step {audit.step} ({how}): {audit.difference or 'as on record'}")
         if audit.difference:
             wrong += 1
             print(f"  {REPEATS if audit.repeats else PARTS}")

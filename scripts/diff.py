@@ -71,7 +71,10 @@ def _replay(one: Path, other: Path, known: Difference) -> None:
             "  replayed: layers are not compared, as one run has some, or micro-batches, that the other lacks"
         )
         return
-    print(f"  replayed: {where_they_part(pairs)}")
+    if part := where_they_part(pairs):
+        print(f"  replayed: {part[0]} {part[1]}")
+    else:
+        print("  replayed: the outputs of all layers and their gradients are the same")
     path = one / "replay" / f"diff_step_{difference.step}.png"
     with refusing(path.parent):
         path.parent.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ NOT_FINITE = "nan"
 HELP = """\
 penstock replay RUN step=N [show=NAME] [break=NAME] [KEY=VALUE ...]
 
-RUN                       the folder of a run of penstock train, synchronous and with a lossless codec
+RUN                       the folder of a run of penstock train
 step=N                    the step to repeat, as metrics.jsonl counts them; nan: the first whose loss is no
                           number, with the layer in which it came up
 show=NAME                 print figures of what the layer or module of this name returned for each
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         steps = replayed(run, number, typed, tell=console.warn, show=name, stop=stop)
         with contextlib.closing(steps):
             for repeated in steps:
-                compared += repeated.is_recorded
+                compared += bool(repeated.on_record["values"])
                 if repeated.step == number or (repeated.difference and not stop):
                     break
             assert repeated is not None, "there is a step"
@@ -83,10 +83,12 @@ def _was_left(error: BaseException | None) -> bool:
 
 def _sentence(repeated: RepeatedStep, compared: int) -> str:
     loss = repeated.line["loss"] and float.fromhex(repeated.line["loss"])
-    told = "the same digests as on record" if repeated.is_recorded else "it has no digests on record"
-    before = compared - repeated.is_recorded
-    more = f"; {before} compared before it, the same" if before else ""
-    return f"step {repeated.step}: loss {loss}; {told}{more}"
+    has_digests = bool(repeated.on_record["values"])
+    told = "digests" if has_digests else "loss"
+    more = f"; {before} compared before it, the same" if (before := compared - has_digests) else ""
+    if not has_digests:
+        told += " as on record; it has no digests there"
+    return f"step {repeated.step}: loss {loss}; the same {told}{more}"
 
 
 def run_and_options(arguments: Sequence[str], usual: str) -> tuple[Path, dict[str, str]]:

@@ -7,8 +7,9 @@ the plain loop, so two runs that cut, schedule and pack in other ways have the s
 from __future__ import annotations
 
 import dataclasses
+import operator
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import xxhash
 
 from ...compression.errors import ConfigError
 from ..runtime.report import Report
+from .layer_tensors import LayerTensor, LayerTensors, in_order, paired, where_they_part
 from .logs import JsonLog
 from .metrics import read_lines
 from .resume import flat, kind_of
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
     from ..pipeline import Pipeline
 
+NO_NUMBERS = ("nan", "inf", "-inf")  # losses, which metrics.jsonl has as null
 KINDS = ("weights", "gradients", "optimizer state")
 """Kinds of the three digests of a name, in their order."""
 
@@ -45,6 +48,11 @@ def digest_of(item: Any) -> str:
     return hashed.hexdigest()
 
 
+def _digest_of_elements(tensor: torch.Tensor) -> str:
+    """The same without strides, in which what crosses a cut may differ."""
+    return digest_of(tensor.contiguous() if tensor.layout is torch.strided else tensor)
+
+
 def states_of(pipe: Pipeline) -> dict[str, tuple[torch.Tensor, Mapping[str, Any] | None]]:
     """By name what this rank holds, each with the state that its optimizer has of it; None where it has no
     optimizer here: of replicas that divide the update, only the owner has one."""
@@ -54,32 +62,40 @@ def states_of(pipe: Pipeline) -> dict[str, tuple[torch.Tensor, Mapping[str, Any]
 
 
 def digests_of(pipe: Pipeline) -> dict[str, list[str | None]]:
-    """By name what this rank holds: its digest, that of its gradient and of its optimizer's state."""
+    """By name what this rank holds: its digest, that of its gradient and of its optimizer's state; offloaded
+    parameters come for it, those of a layer at a time."""
     found: dict[str, list[str | None]] = {}
-    for name, (tensor, state) in states_of(pipe).items():
-        found[name] = [digest_of(tensor), None, None]
-        if state is not None:
-            parts = [f"{key} {digest_of(state[key])}" for key in sorted(state)]
-            found[name][1:] = [digest_of(tensor.grad), digest_of(parts) if parts else None]
+    for has in pipe.update.turns(at_once=False):
+        for name, (tensor, state) in states_of(pipe).items():
+            if not has(id(tensor)):
+                continue
+            found[name] = [digest_of(tensor), None, None]
+            if state is not None:
+                parts = [f"{key} {digest_of(state[key])}" for key in sorted(state)]
+                found[name][1:] = [digest_of(tensor.grad), digest_of(parts) if parts else None]
     return found
 
 
 def check_plan(plan: Plan) -> None:
     """Refuse digests of a training that has no moment at which all of it is there; raises ConfigError."""
-    away = [stage.parameters_tier for stage in plan.stages if stage.parameters_tier != "device"]
-    if away or plan.streams:
-        found = f"memory.parameters={away[0]}" if away else f"weights={plan.weights}"
+    if plan.streams:
         raise ConfigError(
-            f"digest.every= reads weights and gradients behind a step, found {found}, where they are not all "
-            "there then; leave out either"
+            f"digest.every= reads weights and gradients after a step, found weights={plan.weights}, where "
+            "micro-batches of several steps are in flight; leave out either"
         )
 
 
 def record_digests(
-    pipe: Pipeline, log: JsonLog, *, every: int, tell: Callable[[str], None], world: JsonLog | None = None
-) -> Callable[[Report], None]:
-    """Return what writes a line behind every so manyth step, and once into ``world`` the host of each rank,
-    its stages and the names that it holds; collective."""
+    pipe: Pipeline, log: JsonLog, *, every: int, tell: Callable[[str], None], layers: bool = False,
+    world: JsonLog | None = None,
+) -> Callable[[Report], None]:  # fmt: skip
+    """Return what writes a line after each ``every``-th step, with ``layers`` also the digests of what they
+    returned, and once into ``world`` the host of each rank, its stages and the names that it holds;
+    collective."""
+    returned: LayerTensors | None = None
+    if layers:
+        is_due: Callable[[], bool] = lambda: (pipe.num_steps + 1) % every == 0  # noqa: E731
+        returned = LayerTensors(pipe.stages.values(), "", keep=_digest_of_elements, wanted=is_due)
 
     def gathered(mine: Any) -> list[Any]:
         return [mine] if pipe.world.is_alone else pipe.world.all_gather_json(mine, at="the digests of a step")
@@ -105,29 +121,49 @@ def record_digests(
                 values[name] = [one or other for one, other in pairs]
         loss = None if report.loss is None else float(report.loss).hex()
         ordered = {name: values[name] for name in (*pipe.state.keys, *values) if name in values}
-        log.append({"step": report.step, "loss": loss, "values": ordered})
+        line: dict[str, Any] = {"step": report.step, "loss": loss, "values": ordered}
+        if returned is not None:
+            rows = gathered([dataclasses.astuple(one) for one in returned.found])
+            returned.found.clear()
+            every_row = [row for some in rows for row in some]
+            line["layers"] = [*map(dataclasses.astuple, _layers_of(every_row))]
+        log.append(line)
 
     return see
+
+
+def _layers_of(rows: Sequence[Sequence[Any]]) -> list[LayerTensor]:
+    return in_order(LayerTensor(*row) for row in rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Of two runs the first step on record that differs, and the last one before it, None if there is none;
-    by kind the names that differ there, in the model's order; the losses if they differ."""
+    by kind the names that differ there, in the model's order; the losses if they differ; where layers are on
+    record, the first whose output or gradient differs, and how. Without ``has_values`` only the losses were
+    compared."""
 
     step: int
     same: int | None
     names: Mapping[str, list[str]]
     losses: tuple[str, str] | None
+    layer: tuple[LayerTensor, str] | None = None
+    has_values: bool = True
 
     def __str__(self) -> str:
+        if not self.has_values:
+            losses = " and ".join(self.losses or ())
+            return f"step {self.step}: the loss differs, {losses}; no digests are on record there"
         before = "no earlier one is on record" if self.same is None else f"step {self.same} is the same"
         lines = [f"step {self.step} is the first that differs; {before}"]
         lines += ["  the loss: {} and {}".format(*self.losses)] if self.losses else []
-        for kind, names in self.names.items():
-            ends = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            lines.append(f"  {kind}: {len(names)} differ, {ends}")
-        return "\n".join([*lines, f"  {self.reason}"])
+        return "\n".join([*lines, *(f"  {kind}" for kind in self.kinds), f"  {self.reason}"])
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of each kind that differs how many names do, and which."""
+        ends = {kind: dict.fromkeys((names[0], names[-1])) for kind, names in self.names.items()}
+        return [f"{kind}: {len(self.names[kind])} differ, {' to '.join(some)}" for kind, some in ends.items()]
 
     @property
     def follows(self) -> bool:
@@ -139,6 +175,8 @@ class Difference:
         """Place in a step at which the runs part, by what comes first in it: forward, backward, update."""
         if not self.follows:
             return f"not every step up to {self.step} is on record"
+        if self.layer:
+            return f"{self.layer[0]} {self.layer[1]}; no layer before it differs"
         if self.losses:
             return "the forward differs, or its batch: " + (
                 "the weights before it were the same" if self.step else "no weights before it are on record"
@@ -149,21 +187,28 @@ class Difference:
 
 
 def computed_by(folder: Path, difference: Difference) -> str:
-    """Name the ranks that hold the first parameter whose gradient, state or value differs, with their stages
-    and hosts; "" where the forward differs, a clip makes all gradients others, or nothing is on record."""
-    order = (*KINDS[1:], KINDS[0])
-    kind, name = next(((k, difference.names[k][-1]) for k in order if k in difference.names), ("", None))
+    """Name the ranks that ran the first layer, or hold the first parameter, that differs, with their stages
+    and hosts; "" where no layers are on record and the forward differs or a clip makes all gradients others,
+    or where nothing is on record."""
     path = RunFolder(path=folder).world
-    if kind == "gradients" and RunFolder(path=folder).read_config().clip.norm is not None:
-        return ""
     lines = [line for line in read_lines(path) if line["step"] <= difference.step] if path.is_file() else []
-    if difference.losses or name is None or not lines:
+    ranks = [*enumerate(lines[-1]["ranks"])] if lines else []
+    order = (*KINDS[1:], KINDS[0])
+    kind, name = next(((k, difference.names[k][-1]) for k in order if k in difference.names), ("", ""))
+    if difference.layer:
+        layer = difference.layer[0]
+        name = f"layer {layer.layer}"
+        ranks = [(rank, one) for rank, one in ranks if layer.stage in one["stages"]]
+    elif difference.losses or (
+        kind == "gradients" and RunFolder(path=folder).read_config().clip.norm is not None
+    ):
         return ""
-    ranks = [(rank, one) for rank, one in enumerate(lines[-1]["ranks"]) if name in one["names"]]
-    who = (
+    else:
+        ranks = [(rank, one) for rank, one in ranks if name in one["names"]]
+    who = " and ".join(
         f"rank {rank} (stage {', '.join(map(str, one['stages']))}) on {one['host']}" for rank, one in ranks
     )
-    return f"{name} was computed by {' and '.join(who)}, from what the next stage sent if there is one"
+    return who and f"{name} was computed by {who}, from what another stage sent if there is one"
 
 
 def first_difference(one: Path, other: Path) -> tuple[Difference | None, int]:
@@ -185,15 +230,21 @@ def first_of(
     Raises:  ConfigError: they are of different models."""
     for step in sorted(one.keys() & other.keys()):
         ours, theirs = one[step], other[step]
-        if odd := ours["values"].keys() ^ theirs["values"].keys():
+        has_values = bool(ours["values"] and theirs["values"])
+        if has_values and (odd := ours["values"].keys() ^ theirs["values"].keys()):
             raise ConfigError(f"the digests are of different models: one alone has {min(odd)}")
-        pairs = [(name, a, theirs["values"][name]) for name, a in ours["values"].items()]
+        pairs = [(name, a, theirs["values"][name]) for name, a in ours["values"].items() if has_values]
         differ = {kind: [name for name, a, b in pairs if a[n] != b[n]] for n, kind in enumerate(KINDS)}
         names = {kind: found for kind, found in differ.items() if found}
         a, b = (loss and float.fromhex(loss) for loss in (ours["loss"], theirs["loss"]))
-        losses = None if ours["loss"] == theirs["loss"] else (str(a), str(b))
-        if names or losses:
-            return Difference(step=step, same=same, names=names, losses=losses)
+        both = [ours["loss"], theirs["loss"]]
+        both = both if has_values else [None if one in NO_NUMBERS else one for one in both]
+        losses = None if both[0] == both[1] else (str(a), str(b))
+        layers = paired(*(_layers_of(line.get("layers", ())) for line in (ours, theirs)))
+        layer = where_they_part(layers or (), operator.eq)
+        if names or losses or layer:
+            more: Any = {"layer": layer, "has_values": has_values}
+            return Difference(step=step, same=same, names=names, losses=losses, **more)
         same = step
     return None
 

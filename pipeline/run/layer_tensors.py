@@ -33,7 +33,7 @@ MOST_DIFFERENCE = 1e6  # that is drawn; one of NaN or infinite is more
 _COLUMNS = 4
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True)
 class LayerTensor:
     """A tensor that a layer returned for a micro-batch of a step.
 
@@ -43,17 +43,20 @@ class LayerTensor:
         stage: Number of the stage, from 0.
         micro_batch: Number in the step, from 0.
         place: Number among the tensors of the layer's result, from 0.
-        output: A copy of the tensor in host memory.
-        gradient: Gradient of the loss, times the micro-batch's share and the loss scale, by it; None where
-            none was computed."""
+        output: A copy of the tensor in host memory; its digest on record.
+        gradient: Gradient of the loss, times the micro-batch's share and the loss scale, by it, likewise;
+            None where none was computed."""
 
     layer: str
     module: str
     stage: int
     micro_batch: int
     place: int
-    output: torch.Tensor
-    gradient: torch.Tensor | None = None
+    output: Any
+    gradient: Any = None
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} ({self.module}), in micro-batch {self.micro_batch},"
 
 
 def is_within(layer: Layer, name: str) -> bool:
@@ -62,40 +65,47 @@ def is_within(layer: Layer, name: str) -> bool:
     return not name or layer.name == name or any(f"{path}.".startswith(f"{name}.") for path in paths)
 
 
-class LayerTensors:
-    """Copies of what the layers under ``name`` return from now on, in ``found``."""
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory."""
+    return tensor.detach().to(HOST, copy=True)
 
-    def __init__(self, stages: Iterable[Stage], name: str) -> None:
-        self.name, self.found = name, list[LayerTensor]()
+
+class LayerTensors:
+    """Copies of what the layers under ``name`` return from now on, in ``found``; ``keep`` makes them of a
+    tensor, in the forwards that begin while it is ``wanted``."""
+
+    def __init__(
+        self,
+        stages: Iterable[Stage],
+        name: str,
+        keep: Callable[[torch.Tensor], object] = copied,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.name, self.keep, self.wanted, self.found = name, keep, wanted, list[LayerTensor]()
         for stage in stages:
             stage.guard = _Copies(self, stage)
 
-    def copy(self, stage: int, micro_batch: int, layer: Layer, result: Any) -> None:
-        """Take copies of a layer's ``result``, and of its gradients once they are there."""
+    def take(self, stage: int, micro_batch: int, layer: Layer, result: Any) -> None:
+        """Keep a layer's ``result``, and its gradients once they are there."""
         if not is_within(layer, self.name):
             return
         for place, tensor in enumerate(tree_leaves(result)):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            one = LayerTensor(
-                layer=layer.name, module=layer.module, stage=stage, micro_batch=micro_batch, place=place,
-                output=tensor.detach().to(HOST, copy=True),
-            )  # fmt: skip
+            one = LayerTensor(layer.name, layer.module, stage, micro_batch, place, self.keep(tensor))
             self.found.append(one)
             # a look at the node of a view that was written to may make it anew, see nan_check.py
             if tensor.requires_grad and tensor.grad_fn and not (is_view(tensor) and version_of(tensor)):
-                tensor.grad_fn.register_prehook(functools.partial(_keep_gradient, one, tensor.output_nr))
+                tensor.grad_fn.register_prehook(functools.partial(self._take_gradient, one, tensor.output_nr))
 
-    def in_order(self) -> list[LayerTensor]:
-        """Return the copies by layer, as they run, then by micro-batch."""
-        by_stage = sorted(self.found, key=lambda one: one.stage)
-        places = {layer: place for place, layer in enumerate(dict.fromkeys(one.layer for one in by_stage))}
-        return sorted(by_stage, key=lambda one: (places[one.layer], one.micro_batch))
+    def _take_gradient(self, one: LayerTensor, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        if (gradient := gradients[place]) is not None:
+            one.gradient = self.keep(gradient)
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return the copies by names for tables and files."""
         found: dict[str, torch.Tensor] = {}
-        for one in self.in_order():
+        for one in in_order(self.found):
             output = f"output {one.place}" if one.place else "output"
             for kind, tensor in ((output, one.output), (f"{output} gradient", one.gradient)):
                 if tensor is not None:
@@ -103,9 +113,11 @@ class LayerTensors:
         return found
 
 
-def _keep_gradient(one: LayerTensor, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
-    if (gradient := gradients[place]) is not None:
-        one.gradient = gradient.detach().to(HOST, copy=True)
+def in_order(found: Iterable[LayerTensor]) -> list[LayerTensor]:
+    """Return tensors by layer, as they run, then by micro-batch."""
+    by_stage = sorted(found, key=lambda one: one.stage)
+    places = {layer: place for place, layer in enumerate(dict.fromkeys(one.layer for one in by_stage))}
+    return sorted(by_stage, key=lambda one: (places[one.layer], one.micro_batch))
 
 
 class _Copies:
@@ -114,11 +126,13 @@ class _Copies:
     def __init__(self, tensors: LayerTensors, stage: Stage) -> None:
         self._tensors, self._stage, self._check = tensors, stage, stage.guard
 
-    def watch(self, received: Mapping[int, Any], route: Route) -> Watch:
+    def watch(self, received: Mapping[int, Any], route: Route) -> Watch | None:
         """Return what the forward that begins calls with each layer and its result."""
+        then = self._check.watch(received, route) if self._check else None
+        if not self._tensors.wanted():
+            return then
         micro_batch = next(reversed(self._stage.running))
-        take = functools.partial(self._tensors.copy, self._stage.index, micro_batch)
-        return _CopyingWatch(take, self._check.watch(received, route) if self._check else None)
+        return _CopyingWatch(functools.partial(self._tensors.take, self._stage.index, micro_batch), then)
 
 
 class _CopyingWatch(Watch):
@@ -161,26 +175,26 @@ def paired(
     return list(zip(ours, theirs, strict=True)) if names[0] == names[1] else None
 
 
-def where_they_part(pairs: Sequence[tuple[LayerTensor, LayerTensor]]) -> str:
-    """Say which output of a layer, else which gradient, is the first that differs."""
+def where_they_part(
+    pairs: Sequence[tuple[LayerTensor, LayerTensor]], same: Callable[[Any, Any], bool] = same_bits
+) -> tuple[LayerTensor, str] | None:
+    """Return the first tensor whose output, else whose gradient, is not the ``same``, and how it differs."""
     for one, other in pairs:
-        if not same_bits(one.output, other.output):
-            return f"{_of(one)} is the first whose output differs, {_by_how_much(one.output, other.output)}"
+        if not same(one.output, other.output):
+            return one, f"is the first whose output differs{_by_how_much(one.output, other.output)}"
     for one, other in reversed(pairs):
         a, b = one.gradient, other.gradient
-        if a is not None and b is not None and not same_bits(a, b):
-            return f"{_of(one)} is the first with another gradient of its output, {_by_how_much(a, b)}"
-    return "the outputs of all layers and their gradients are the same"
+        if a is not None and b is not None and not same(a, b):
+            return one, f"is the first with another gradient of its output{_by_how_much(a, b)}"
+    return None
 
 
-def _of(one: LayerTensor) -> str:
-    return f"layer {one.layer} ({one.module}), in micro-batch {one.micro_batch},"
-
-
-def _by_how_much(one: torch.Tensor, other: torch.Tensor) -> str:
+def _by_how_much(one: Any, other: Any) -> str:
+    if not isinstance(one, torch.Tensor):
+        return ""
     if one.shape != other.shape:
-        return f"of shape {tuple(one.shape)} and {tuple(other.shape)}"
-    return f"by up to {_relative(one, other):.2g} of the largest element"
+        return f", of shape {tuple(one.shape)} and {tuple(other.shape)}"
+    return f", by up to {_relative(one, other):.2g} of the largest element"
 
 
 def _relative(one: torch.Tensor | None, other: torch.Tensor | None) -> float:

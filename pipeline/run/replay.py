@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import random
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,21 @@ from ...stages.files import refusing
 from ...stages.plan.plan import Plan
 from ...stages.safetensors_io import write_tensors
 from ..checkpoint import Checkpoint, load
+from ..data.samples import Samples
 from . import console, early
 from .checkpoints import find, first_whole
-from .digests import Difference, check_plan, first_of, record_digests, recorded, states_of
-from .layer_tensors import OF_MICRO_BATCH, LayerTensor, LayerTensors, draw_histograms, stop_before
+from .digests import Difference, digests_of, first_of, record_digests, recorded, states_of
+from .layer_tensors import (
+    OF_MICRO_BATCH,
+    LayerTensor,
+    LayerTensors,
+    draw_histograms,
+    in_order,
+    stop_before,
+)
 from .metrics import read_lines
 from .planning import prepare
-from .resume import flat, kind_of, resolve
+from .resume import ASKED, flat, kind_of, resolve
 from .run_folder import RunFolder, step_of
 from .tables import table
 from .train import build_run
@@ -47,6 +56,8 @@ ANEW = (
     "max_restarts", "min_ranks", "nan", "versions", "settings",
 )  # fmt: skip
 """Options of a run that its replay does not take over: how it was cut and watched."""
+OF_THE_CUT = ("stages", "cuts", "schedule", "extra_in_flight", "codec", "checkpoint", "eval")
+"""Those of them that it does where bits depend on the cut, which is then that of the run."""
 SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 TIERS = ("device", "packed", "host")
 
@@ -55,12 +66,13 @@ Line = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedStep:
-    """A step once more: its number and line of digests, whether the run has one on record, the first
-    difference of both, the pipeline behind it, and copies of what layers returned, if they were asked for."""
+    """A step once more: its number and line of digests, the one that the run has on record (without values if
+    only the loss is), the first difference of both, the pipeline after it, and copies of what layers
+    returned, if they were asked for."""
 
     step: int
     line: Line
-    is_recorded: bool
+    on_record: Line
     difference: Difference | None
     pipe: Pipeline
     tensors: LayerTensors | None = None
@@ -113,8 +125,8 @@ def replayed(
     Raises:  ConfigError: the run has no such step, or is not one that can be repeated."""
     folder = RunFolder(path=run)
     was, config = _options(folder, options, tell)
-    on_record = recorded(run) if folder.digests.is_file() else {}
-    steps = [line["step"] for line in _metrics(folder)]
+    steps = {line["step"]: {**line, "loss": _hex(line["loss"]), "values": {}} for line in _metrics(folder)}
+    on_record = steps | (recorded(run) if folder.digests.is_file() else {})
     if step not in steps:
         has = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
         raise ConfigError(f"{run} has {has} in {folder.metrics.name}, found step={step}")
@@ -124,40 +136,95 @@ def replayed(
         for key, there in getattr(was, name).items():
             if mine.get(key) != there:
                 tell(f"bits may differ: {name}.{key}={mine.get(key)} was {there}")
+    given = _on_one_rank(Plan.load(folder.plan)) if _needs_cut(was) else None
     with contextlib.ExitStack() as stack:
         private = stack.enter_context(folder.private())
         source = resolve(config, private, tell, threads=config.threads)
         with console.planning():
-            plan, pipe = build_run(config, samples, private, source=source)
-        check_plan(plan)
+            plan, pipe = build_run(config, samples, private, given=given, source=source)
         assert pipe is not None, "one process has it whole"
         stack.callback(pipe.close)
         if source:
             load(pipe, source.checkpoint.folder)
+            _check_checkpoint(pipe, on_record, source.checkpoint.folder)
         ahead = dataclasses.replace(course(config, samples, done=pipe.num_steps), tests=0)
         loads = stack.enter_context(
             contextlib.closing(loader(config, samples, pipe, ahead, folder=private.path, tell=tell))
         )
         lines: Any = []
-        record = record_digests(pipe, lines, every=1, tell=tell)
+        record = record_digests(pipe, lines, every=1, layers=was.digest.layers, tell=tell)
+        drains = _drains(was, samples, done=pipe.num_steps) if plan.streams else ()
         same = pipe.num_steps - 1 if pipe.num_steps else None  # behind it stands the checkpoint
         tensors = None if show is None else LayerTensors(pipe.stages.values(), show)
         for now, index in enumerate(ahead, pipe.num_steps):
             if tensors is not None:
                 tensors.found.clear()
             stopped = stop_before(pipe.stages.values(), stop) if stop and now == step else None
-            record(pipe.step(*loads.take(index)))
+            if now in drains:
+                pipe.drain()
+            report = pipe.step(*loads.take(index))
+            if plan.streams:
+                lines.append({"step": now, "loss": _hex(report.loss), "values": {}})
+            else:
+                record(report)
             if stopped == []:
                 raise ConfigError(f"break={stop}: no layer has this name or lies in a module of it")
-            line, is_recorded = lines.pop(), now in on_record
+            line = lines.pop()
             difference = first_of(on_record, {now: line}, same=same)
-            same = now if is_recorded and not difference else same
+            known = on_record.get(now, {"values": {}})
+            same = now if known["values"] and not difference else same
             yield RepeatedStep(
-                step=now, line=line, is_recorded=is_recorded, difference=difference, pipe=pipe,
+                step=now, line=line, on_record=known, difference=difference, pipe=pipe,
                 tensors=tensors,
             )  # fmt: skip
             if now == step:
                 return
+
+
+def _needs_cut(config: TrainConfig) -> bool:
+    """Return whether bits depend on how the model is cut, and into what schedule."""
+    return config.streams or config.codec in LOSSY_CODECS or config.clip.scope == "stage"
+
+
+def _on_one_rank(plan: Plan) -> Plan:
+    """Return the plan with the same stages, all in one process and on the device."""
+    one: Any = {"ranks": (0,), "shares": (), "device": None}
+    one |= dict.fromkeys(("tier", "weights_tier", "parameters_tier"), "device")
+    stages = tuple(dataclasses.replace(stage, **one) for stage in plan.stages)
+    alone: Any = {"stages": stages, **dict.fromkeys(("cluster", "link", "memory"))}
+    alone |= {"exact": False, "sharded": False, "owners": "spread"}
+    if not plan.streams:
+        alone |= {"schedule": "1f1b", "program": (), "extra_in_flight": 0, "most_extra_in_flight": 0}
+    return dataclasses.replace(plan, **alone)
+
+
+def _drains(was: TrainConfig, samples: Samples, *, done: int) -> set[int]:
+    """Return the steps ahead of which the run, a stream, had nothing in flight."""
+    ahead, drains = course(was, samples, done=done), set[int]()
+    for _, numbers in ahead.by_test():
+        steps = range(done + 1, done + len(numbers) + 1)
+        drains |= {step for step in steps if was.checkpoint.every and step % was.checkpoint.every == 0}
+        done += len(numbers)
+        drains |= {done} if ahead.tests else set()
+    return drains
+
+
+def _hex(loss: float | None) -> str | None:
+    return None if loss is None or not math.isfinite(loss) else float(loss).hex()
+
+
+def _check_checkpoint(pipe: Pipeline, on_record: Mapping[int, Line], path: Path) -> None:
+    """Refuse a checkpoint that is not what the run had on record, of what it has; raises ConfigError."""
+    if not (before := on_record.get(pipe.num_steps - 1)) or not before["values"]:
+        return
+    values = digests_of(pipe)
+    for name in values.keys() & before["values"].keys():
+        values[name][1] = before["values"][name][1]  # no checkpoint has gradients
+    if difference := first_of({before["step"]: before}, {before["step"]: {**before, "values": values}}):
+        raise ConfigError(
+            f"{path} is not what the run had then, {', '.join(difference.kinds)}: it was written or read "
+            "wrongly, or changed since; remove it, and the one before it is taken"
+        )
 
 
 def compared(
@@ -191,7 +258,7 @@ def compared(
 
 
 def _in_order(repeated: RepeatedStep) -> list[LayerTensor]:
-    return [] if repeated.tensors is None else repeated.tensors.in_order()
+    return [] if repeated.tensors is None else in_order(repeated.tensors.found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +289,7 @@ def audited(run: Path, *, steps: int, seed: int, tell: Callable[[str], None]) ->
     most = Plan.load(folder.plan).num_stages  # so many the model can be cut into
     for step in sorted(draw.sample(on_record, min(steps, len(on_record)))):
         options = [f"stages={draw.randint(1, most)}", f"schedule={draw.choice(SCHEDULES)}"]
-        options.append(f"memory.tier={draw.choice(TIERS)}")
+        options = [] if _needs_cut(was) else [*options, f"memory.tier={draw.choice(TIERS)}"]
         one = _first_difference(run, step, options, tell)
         if one is None:
             yield Audit(step=step, options=options, difference=None)
@@ -300,23 +367,21 @@ def _options(
         raise ConfigError(f"{folder.path} has no {folder.config.name}; name the folder of a run")
     try:
         was = folder.read_config()
-        now = folder.read_config(without=ANEW, changes=["ranks=1", "codec=raw", *changes])
+        keeps = _needs_cut(was)
+        without = {*ANEW} - {*OF_THE_CUT} if keeps else ANEW
+        own = [] if was.streams else ["schedule=1f1b"] if keeps else ["codec=raw"]
+        now = folder.read_config(without=without, changes=["ranks=1", *own, *changes])
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"{' '.join(changes) or folder.config} does not fit penstock train: {reason}"
         ) from error
     early.check(now, changes)
-    if was.streams or now.streams:
-        was = was if was.streams else now
-        raise ConfigError(
-            f"a replay repeats synchronous steps, found schedule={was.schedule} weights={was.weights}, where "
-            "micro-batches of several steps are in flight"
-        )
-    if was.codec in LOSSY_CODECS:
-        raise ConfigError(f"a replay on another cut needs a lossless codec, found codec={was.codec}")
-    if was.clip.norm is not None and was.clip.scope == "stage":
-        raise ConfigError("a replay is cut elsewhere, and clip.scope=stage clips each stage by itself")
+    if keeps and (typed := [key for key in early.keys_of(changes) if key.partition(".")[0] in ASKED]):
+        found = f"schedule={was.schedule} codec={was.codec} clip.scope={was.clip.scope}"
+        raise ConfigError(f"a replay of a run with {found} keeps its cut, found {typed[0]}=; leave it out")
+    if now.streams and not was.streams:
+        raise ConfigError(f"schedule={now.schedule} is another training than {folder.path}; leave it out")
     if isinstance(was.device, list):
         raise ConfigError(f"a replay runs on one device, found device={was.device}; its bits may be others")
     if was.replicas.several and not was.replicas.exact:

@@ -323,7 +323,9 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             kept.notes = lambda: {"config": options, "totals": vars(totals), "judge": judge.state()}
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
             see += [foretell(plan, tell), overrun(plan, tell)]
-            see += [record_digests(pipe, digests, world=world, every=every, tell=tell)] if every else []
+            if every:
+                layers = config.digest.layers
+                see.append(record_digests(pipe, digests, world=world, every=every, layers=layers, tell=tell))
             see += [loggers.step, judge.step, kept.after]
             see += [lambda report: stop(report.asked) if report.asked else None, log_shares]
             test = run_epochs(pipe, ahead, batches, judge, see=see, between=between, tested=tested)

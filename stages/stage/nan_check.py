@@ -35,7 +35,7 @@ _REMEDY = "lower the learning rate, or look at the data of this step"
 class Checks(Protocol):
     """Gives a stage something to call in a forward."""
 
-    def watch(self, received: Mapping[int, Any], route: Route) -> Watch:
+    def watch(self, received: Mapping[int, Any], route: Route) -> Watch | None:
         """Return what a forward that begins with ``received`` calls with each layer and its result."""
         ...
 

@@ -10,6 +10,20 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.2),
                          nn.ReLU(), nn.Linear(16, 4))
 
+class Weak(nn.ReLU):
+    '''Flips one bit of what it returns, where WEAK is the first element that it is given.'''
+
+    def forward(self, x):
+        y = super().forward(x)
+        if repr(x.detach().flatten()[0].item()) == os.environ.get("WEAK"):
+            y = y.detach().view(torch.int32).bitwise_xor(1 << 22).view(torch.float32) - y.detach() + y
+        return y
+
+def weak():
+    net = Net()
+    net[2] = Weak()
+    return net
+
 def data(wrong=None, infinite=None):
     draw = torch.Generator().manual_seed(5)
     x, y = torch.randn(64, 12, generator=draw), torch.randint(4, (64,), generator=draw)

@@ -1,6 +1,7 @@
 """Steps once more: on any cut the digests on record, and where a bit was flipped, its step and its name."""
 
 import io
+import json
 import re
 import shutil
 import sys
@@ -86,7 +87,7 @@ def test_a_run_without_checkpoints_or_digests_is_repeated_from_the_beginning(cap
     trained(f"{JOB} ranks=1 digest.every=null hydra.run.dir=run")
     code, shown, _ = answer("replay run step=2", capfd)
     assert code == 0
-    assert "it has no digests on record" in shown
+    assert "the same loss as on record; it has no digests there" in shown
     config = Path("run", "config.yaml")
     config.write_text(re.sub(r"(?m)^  torch: .*$", "  torch: 1.2.3", config.read_text()))
     assert re.search(r"bits may differ: versions.torch=\S+ was 1.2.3", answer("replay run step=2", capfd)[2])
@@ -102,7 +103,7 @@ def test_a_run_that_went_on_from_another_is_repeated_from_there_with_sparse_dige
     code, shown, _ = answer("replay two step=10", capfd)
     assert code == 0
     assert "step 10: " in shown
-    assert "it has no digests on record; 2 compared before it, the same" in shown
+    assert "the same loss as on record; it has no digests there; 2 compared before it, the same" in shown
     assert "two has steps 6 to 15 in metrics.jsonl, found step=3" in refusal(
         "two step=3", capfd, name="replay"
     )
@@ -141,6 +142,68 @@ def test_one_flipped_bit_is_found_at_its_step_in_its_gradient(seed, name, monkey
     assert re.search(rf"  {re.escape(name)} was computed by rank {rank} \(stage \d\) on \S", shown), shown
     assert answer(f"replay run step={step - 1}", capfd)[0] == 0
     assert answer(f"replay run step={step}", capfd)[0] == 1
+
+
+def test_one_flipped_bit_in_a_forward_is_found_at_its_layer_and_micro_batch(monkeypatch, capfd):
+    job = JOB.replace("mine.Net", "mine.weak model.leaves=[mine.Weak] digest.layers=true optimizer=adamw")
+    trained(f"{job} ranks=1 hydra.run.dir=clean")
+    of_input = next(one for one in penstock.replay("clean", 5, show="1") if one.micro_batch == 2)
+    monkeypatch.setenv("WEAK", repr(of_input.output.flatten()[0].item()))
+    trained(f"{job} ranks=2 stages=2 clip.norm=1e9 checkpoint.every=4 checkpoint.keep=9 hydra.run.dir=run")
+    monkeypatch.delenv("WEAK")
+    code, shown, _ = answer("audit run steps=16", capfd)
+    assert code == 1
+    assert shown.count("as on record") == 13  # all but those from step 5 to the next checkpoint
+    assert "layer _2 (2), in micro-batch 2, is the first whose output differs; no layer before it" in shown
+    assert re.search(r"  layer _2 was computed by rank 0 \(stage 0\) on \S", shown), shown
+
+
+def test_a_checkpoint_that_is_not_what_the_run_had_is_refused(capfd):
+    trained(f"{JOB} ranks=1 optimizer=adamw checkpoint.every=4 checkpoint.keep=9 hydra.run.dir=run")
+    lines = Path("run/digests.jsonl")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    rows[7]["values"]["3.weight"][0] = rows[7]["values"]["6.bias"][2] = "0" * 16
+    lines.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = refusal("run step=9", capfd, name="replay")
+    assert "00000008 is not what the run had then, weights: 1 differ, 3.weight, optimizer state: 1" in said
+    shutil.rmtree("run/checkpoints/step_00000008")
+    assert answer("replay run step=4", capfd)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        "schedule=async_1f1b weights=stashed",
+        "schedule=async_1f1b weights=latest prediction=true",
+        "schedule=1f1b weights=double_buffered error_feedback=true",
+    ],
+)
+def test_a_step_of_a_stream_is_repeated_from_its_checkpoint_or_from_the_beginning(stream, capfd):
+    job = JOB.replace("digest.every=1", "optimizer=adamw checkpoint.every=5 checkpoint.keep=9")
+    trained(f"{job} epochs=3 ranks=3 {stream} eval.every=7 memory.tier=packed hydra.run.dir=run")
+    losses = [json.loads(line)["loss"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    for step in (0, 5, 8, 15, 23):
+        if step == 15:
+            shutil.rmtree("run/checkpoints")
+        code, shown, _ = answer(f"replay run step={step}", capfd)
+        assert code == 0
+        assert f"step {step}: loss {losses[step]}; the same loss as on record; it has no digests" in shown
+    lines = Path("run/metrics.jsonl")
+    lines.write_text(lines.read_text().replace(repr(losses[8]), repr(losses[8] + 1e-6)))
+    code, shown, _ = answer("replay run step=15", capfd)
+    assert code == 1
+    assert f"step 8: the loss differs, {losses[8] + 1e-6} and {losses[8]}; no digests are on record" in shown
+
+
+def test_steps_whose_bits_depend_on_the_cut_are_repeated_and_audited_on_it(capfd):
+    trained(f"{JOB} optimizer=adamw ranks=3 codec=bf16 hydra.run.dir=lossy")
+    clip = "clip.norm=0.1 clip.scope=stage ranks=2 stages=4 schedule=interleaved"
+    trained(f"{JOB} optimizer=adamw {clip} hydra.run.dir=clipped")
+    for run in ("lossy", "clipped"):
+        assert answer(f"replay {run} step=9", capfd)[0] == 0
+        code, shown, _ = answer(f"audit {run} steps=2", capfd)
+        assert code == 0
+        assert shown.count("(the same cut): as on record") == 2
 
 
 @pytest.mark.slow
@@ -199,7 +262,7 @@ REFUSED = {
     "replay run step=1 show=nope": "show=nope: no layer, module or weight has this name",
     "replay run step=1 break=nope": "break=nope: no layer has this name or lies in a module of it",
     "replay run step=1 batch_size=4": "batch_size=4 is another training than run, which had 8",
-    "replay run step=1 schedule=async_1f1b": "a replay repeats synchronous steps, found schedule=async_1f1b",
+    "replay run step=1 schedule=async_1f1b": "schedule=async_1f1b is another training than run",
     "replay nowhere step=1": "nowhere is no folder of a run",
     "replay . step=1": "has no config.yaml; name the folder of a run",
     "replay run step=nan show=3": "show= and break= look at a whole step",
@@ -214,11 +277,9 @@ def test_what_cannot_be_repeated_is_one_sentence(capfd):
         name, _, rest = typed.partition(" ")
         assert sentence in refusal(rest, capfd, name=name), typed
     trained(f"{JOB} ranks=1 stages=2 schedule=async_1f1b digest.every=null hydra.run.dir=stream")
-    assert "a replay repeats synchronous steps" in refusal("stream step=1", capfd, name="replay")
-    trained(f"{JOB} ranks=1 stages=2 codec=bf16 hydra.run.dir=lossy")
-    assert "needs a lossless codec, found codec=bf16" in refusal("lossy step=1", capfd, name="replay")
-    trained(f"{JOB} ranks=1 stages=2 clip.norm=1 clip.scope=stage hydra.run.dir=clipped")
-    assert "clip.scope=stage clips each stage by itself" in refusal("clipped step=1", capfd, name="replay")
+    assert "keeps its cut, found stages=; leave it out" in refusal(
+        "stream step=1 stages=1", capfd, name="replay"
+    )
     trained(f"{JOB} ranks=2 replicas.count=2 stages=1 hydra.run.dir=replicas")
     assert "train with replicas.exact=true" in refusal("replicas", capfd, name="audit")
     Path("run", "metrics.jsonl").unlink()

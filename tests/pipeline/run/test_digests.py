@@ -1,6 +1,7 @@
 """Digests on record: the same for every layout, another from the step and the layer on where something is."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -56,6 +57,19 @@ def test_lines_are_those_of_every_layout_and_go_on_with_a_run(capfd):
     trained(f"{JOB} ranks=1 digest.every=5 hydra.run.dir=sparse")
     assert [line["step"] for line in steps_of("sparse")] == [4, 9, 14]
     assert diff(capfd, "plain", "sparse")[0] == 0
+
+
+def test_lines_are_the_same_where_parameters_and_gradients_are_in_a_tier(capfd):
+    job = "model=mlp model.hidden=[96,96] batch_size=32 micro_batches=4 max_steps=3 threads=1 clip.norm=0.1"
+    job += " optimizer=adamw digest.every=1 digest.layers=true"
+    trained(f"{job} ranks=1 hydra.run.dir=plain")
+    assert len(steps_of("plain")[2]["layers"]) == 4 * 6
+    shared = "replicas.count=2 replicas.exact=true replicas.shares=[3,1]"
+    for tier, options in (("disk", "schedule=zb_h1 recompute=true"), ("packed", shared)):
+        capfd.readouterr()
+        trained(f"{job} ranks=2 memory.parameters={tier} {options} hydra.run.dir={tier}")
+        assert re.search(rf"(?m)^ +\d +{tier} ", capfd.readouterr().out)
+        assert diff(capfd, "plain", tier)[0] == 0
 
 
 def test_one_wrong_label_is_found_at_its_step_and_where_gradients_begin(capfd):
@@ -142,7 +156,10 @@ def test_replicas_that_are_compared_after_each_update_end_where_they_part(capfd,
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("memory.parameters=disk", "found memory.parameters=disk"),
+        (
+            "digest.layers=true",
+            "digest.layers=true adds to lines of digests, found none; add",
+        ),
         ("schedule=async_1f1b weights=stashed", "found weights=stashed"),
         ("digest.every=0", "digest.every=0 must be 1 or more"),
     ],
