@@ -193,6 +193,17 @@ class DigestConfig:
 
 
 @dataclass
+class AuditConfig:
+    """Steps that are repeated while a run goes on, to find a machine that computes wrongly.
+
+    Attributes:
+        every: time from one audit of a step to the next, as 30min or 1h; null: none
+    """
+
+    every: str | None = None
+
+
+@dataclass
 class ReplicasConfig:
     """Ranks that share the micro-batches of a stage.
 
@@ -378,6 +389,7 @@ class TrainConfig(PlanConfig):
         cache: a cache of samples that the training jobs of this machine share: cache=shared; none
         checkpoint: when the run writes one, and how many it keeps
         digest: digests of weights, gradients and optimizer state on record, for penstock diff
+        audit: steps that are repeated while a run goes on
         eval: when the run tests, and whether tests end it
         resume: go on from a checkpoint: auto, of the same hydra.run.dir; or the folder of a run or checkpoint
         logger: who else is told of the steps: csv, tensorboard, wandb, or several: logger=[csv,wandb]
@@ -401,6 +413,7 @@ class TrainConfig(PlanConfig):
     cache: CacheConfig = field(default_factory=CacheConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     digest: DigestConfig = field(default_factory=DigestConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     resume: str | None = None
     logger: Any = None
@@ -433,6 +446,7 @@ class TrainConfig(PlanConfig):
             raise ConfigError(f"{option} is for a number of ranks, found ranks=auto; give the number")
         self._check_restarts()
         self._check_replicas()
+        self._check_audit()
 
     @property
     def loggers(self) -> tuple[str, ...]:
@@ -444,6 +458,19 @@ class TrainConfig(PlanConfig):
     def streams(self) -> bool:
         """True if micro-batches are in flight between steps, so that a checkpoint drains them."""
         return self.schedule == "async_1f1b" or self.weights == "double_buffered"
+
+    def _check_audit(self) -> None:
+        if self.audit.every is None:
+            return
+        rule = f"audit.every={self.audit.every} repeats a step after a checkpoint and compares digests"
+        if self.digest.every is None:
+            raise ConfigError(f"{rule}, found none; add digest.every=10")
+        if self.checkpoint.every is None and self.checkpoint.minutes is None:
+            raise ConfigError(f"{rule}, found no checkpoints; add checkpoint.every=100")
+        if self.replicas.several and not self.replicas.exact:
+            raise ConfigError(f"{rule}, which replicas sum in another order; add replicas.exact=true")
+        if isinstance(self.device, list):
+            raise ConfigError(f"{rule} on one device, found device={shown(self.device)}; leave it out")
 
     def _check_replicas(self) -> None:
         if self.replicas.shrink and not self.replicas.several and self.plan is None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..compression.errors import ConfigError
 from .command_line import asks_for_help
 from .replay import run_and_options
 
 HELP = """\
-penstock audit RUN [steps=N] [seed=N]
+penstock audit RUN [steps=N] [step=N] [seed=N]
 
 RUN                       the folder of a run that was trained with digest.every=
 steps=N                   how many steps on record to repeat; default: 20
+step=N                    repeat this one and no other
 seed=N                    of what is drawn: the steps, and for each another cut, schedule and tier; default: 0
 
 Each step is repeated in this process from the newest checkpoint at or before it, or from the beginning
@@ -33,10 +35,12 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     run, options = run_and_options(arguments, "penstock audit RUN")
-    numbers = {"steps": 20, "seed": 0}
+    numbers: dict[str, Any] = {"steps": 20, "seed": 0, "step": None}
     for key, value in options.items():
         if key not in numbers or not value.isdecimal() or (key == "steps" and value == "0"):
-            raise ConfigError(f"{key}={value}: penstock audit takes steps= and seed=, numbers; try steps=20")
+            raise ConfigError(
+                f"{key}={value}: penstock audit takes steps=, step= and seed=, numbers; try steps=20"
+            )
         numbers[key] = int(value)
     from ..pipeline.run import console
     from ..pipeline.run.digests import computed_by

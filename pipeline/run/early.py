@@ -28,7 +28,7 @@ from ...stages.plan.cluster import Cluster
 from ...stages.plan.plan import Plan, check_tiers
 from ...stages.plan.plan_stage import split_shares
 from ...stages.plan.validation import check_mirror, check_replicas, check_versions
-from ...stages.units import is_zero, parse_bytes, parse_rate, share_of
+from ...stages.units import is_zero, parse_bytes, parse_duration, parse_rate, share_of
 from ..data.options import check_files
 from ..distributed.launcher import Launched, check_ranks, cores
 from ..partition.counts import check_asked, replica_counts, sizes, stage_counts
@@ -61,6 +61,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     if isinstance(config, TrainConfig):
         check_ranks(config.ranks)
         _check_launcher(config)
+        if config.audit.every is not None:
+            parse_duration(config.audit.every, name="audit.every")
         needs = {f"logger={name}": name for name in config.loggers if name != "csv"}
         if config.cache.backend is not None:
             needs[f"cache.backend={config.cache.backend}"] = "redis"

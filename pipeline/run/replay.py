@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 ANEW = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights_first", "recompute", "extra_in_flight",
-    "link", "cluster", "memory", "codec", "replicas", "checkpoint", "digest", "eval", "logger", "cache",
-    "max_restarts", "min_ranks", "nan", "versions", "settings",
+    "link", "cluster", "memory", "codec", "replicas", "checkpoint", "digest", "audit", "eval", "logger",
+    "cache", "max_restarts", "min_ranks", "nan", "versions", "settings",
 )  # fmt: skip
 """Options of a run that its replay does not take over: how it was cut and watched."""
 OF_THE_CUT = ("stages", "cuts", "schedule", "extra_in_flight", "codec", "checkpoint", "eval")
@@ -274,8 +274,11 @@ class Audit:
     repeats: bool | None = None
 
 
-def audited(run: Path, *, steps: int, seed: int, tell: Callable[[str], None]) -> Iterator[Audit]:
-    """Replay so many steps on record, drawn at random, each on a cut, schedule and tier drawn at random.
+def audited(
+    run: Path, *, steps: int, seed: int, tell: Callable[[str], None], step: int | None = None
+) -> Iterator[Audit]:
+    """Replay so many steps on record, drawn at random, or ``step``, each on a cut, schedule and tier drawn at
+    random.
 
     Raises:  ConfigError: there is nothing on record."""
     folder, draw = RunFolder(path=run), random.Random(seed)
@@ -286,8 +289,11 @@ def audited(run: Path, *, steps: int, seed: int, tell: Callable[[str], None]) ->
             f"{run} summed gradients over replicas in another order than a replay does, so it cannot be "
             "audited; train with replicas.exact=true"
         )
+    if step is not None and step not in on_record:
+        raise ConfigError(f"step={step} is not on record in {folder.digests}; name one that is, or none")
     most = Plan.load(folder.plan).num_stages  # so many the model can be cut into
-    for step in sorted(draw.sample(on_record, min(steps, len(on_record)))):
+    drawn = draw.sample(on_record, min(steps, len(on_record))) if step is None else [step]
+    for step in sorted(drawn):
         options = [f"stages={draw.randint(1, most)}", f"schedule={draw.choice(SCHEDULES)}"]
         options = [] if _needs_cut(was) else [*options, f"memory.tier={draw.choice(TIERS)}"]
         one = _first_difference(run, step, options, tell)

@@ -28,8 +28,8 @@ FREE = (
     "ranks", "stages", "cuts", "schedule", "program", "plan", "weights", "prediction", "weights_first",
     "error_feedback", "recompute", "extra_in_flight", "link", "cluster", "memory", "deadline", "logger",
     "checkpoint", "resume", "epochs", "max_steps", "detect_anomaly", "nan", "eval", "traceback", "versions",
-    "settings", "digest", "max_restarts", "min_ranks", "cache", "data.workers", "data.local", "replicas",
-    "nodes", "node", "master", "join_deadline", "guard",  # of older checkpoints
+    "settings", "digest", "audit", "max_restarts", "min_ranks", "cache", "data.workers", "data.local",
+    "replicas", "nodes", "node", "master", "join_deadline", "guard",  # of older checkpoints
 )  # fmt: skip
 # What a plan is made of; where all of it is the same, so is the plan, however long layers took this time.
 ASKED = (

@@ -36,6 +36,7 @@ from ..runtime.report import Report
 from . import console, prediction
 from .checkpoints import Checkpoints, keeping, write_model
 from .digests import record_digests
+from .live_audit import LiveAudit
 from .logs import JsonLog, Loggers, shares_log
 from .metrics import Totals, numbers_of_test, step_line, summarise
 from .planning import count_steps, model_name, save_step, steps_of_an_epoch
@@ -318,6 +319,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell, best_step=best_step) as kept,
             hearing(pipe.world.group, lambda number: setattr(pipe, "asked", number)),
             contextlib.closing(loads) as batches,
+            contextlib.closing(LiveAudit(folder, config, runs=first, tell=tell)) as audit,
         ):
             totals.load(notes.get("totals"))
             kept.notes = lambda: {"config": options, "totals": vars(totals), "judge": judge.state()}
@@ -326,7 +328,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             if every:
                 layers = config.digest.layers
                 see.append(record_digests(pipe, digests, world=world, every=every, layers=layers, tell=tell))
-            see += [loggers.step, judge.step, kept.after]
+            see += [loggers.step, judge.step, kept.after, audit.after]
             see += [lambda report: stop(report.asked) if report.asked else None, log_shares]
             test = run_epochs(pipe, ahead, batches, judge, see=see, between=between, tested=tested)
     pipe.drain()
@@ -350,6 +352,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         facts |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
         facts |= {"prediction": prediction.compare(plan, panel, totals, rates=pipe.policy.rates)}
         facts |= {"resumed_from": resumed, "data": data, "ended_early": judge.ended or None}
+        facts |= {"audit": audit.result} if config.audit.every else {}
         save_json(folder.summary, summarise(totals, plan, sizes=sizes, test=test, **facts))
 
 

@@ -40,7 +40,7 @@ def refusal(typed, capfd):
 
 # What is typed after penstock train, and the subject of the sentence; all of it is refused without torch.
 SPELLING = {
-    "no_such_key=1": "no_such_key=1: there is no option no_such_key; known are autocast, batch_size",
+    "no_such_key=1": "no_such_key=1: there is no option no_such_key; known are audit, autocast",
     "+clip.kind=1": "clip.kind=1: there is no option clip.kind",
     "rank=1": "did you mean ranks?",
     "guard=true": "did you mean detect_anomaly? write detect_anomaly=true",
@@ -415,7 +415,7 @@ OURS = "defaults: [train, _self_]"
 FILES = {  # name -> (text, subject)
     "name.yaml": (f"{SCHEMA}\nrank: 3", "name.yaml: there is no option rank; did you mean ranks?"),
     "nested.yaml": (f"{OURS}\nclip: {{nrom: 3}}", "there is no option clip.nrom; did you mean clip.norm?"),
-    "free.yaml": ("ranks: 1\nrnak: 3\nhydra: {run: {dir: x}}", "there is no option rnak; known are autocast"),
+    "free.yaml": ("ranks: 1\nrnak: 3\nhydra: {run: {dir: x}}", "there is no option rnak; known are audit"),
     "deep.yaml": (f"{OURS}\nmemory: {{tier: {{x: 1}}}}", "memory.tier"),
     "digits.yaml": (f"{OURS}\ndata: {{chanels: 1}}", "data.chanels; known are data.channels"),
     "lone.yaml": (f"{OURS}\noptimizer: {{lr: high}}", "optimizer.lr takes a number, not high"),

@@ -5,15 +5,20 @@ import json
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from commands import answer, refusal, train, trained
+from commands import answer, refusal, summary, train, trained
 from planted import PLANTED
 from safetensors.torch import load_file
 
 import penstock
+from penstock.pipeline.run.live_audit import LiveAudit
+from penstock.pipeline.run.run_folder import RunFolder
 
 JOB = (
     "model._target_=mine.Net data._target_=mine.data batch_size=8 micro_batches=4 epochs=2 threads=1 "
@@ -206,6 +211,33 @@ def test_steps_whose_bits_depend_on_the_cut_are_repeated_and_audited_on_it(capfd
         assert shown.count("(the same cut): as on record") == 2
 
 
+def test_an_audit_beside_a_run_is_a_process_that_repeats_a_step_after_the_newest_checkpoint(
+    monkeypatch, capfd
+):
+    monkeypatch.setenv("FLIP", "13 192 20 0")
+    job = f"{JOB} {FAULTY} ranks=2 audit.every=1h"
+    trained(f"{job} checkpoint.every=12 hydra.run.dir=run")
+    assert summary("run")["audit"] == {"steps": [], "differ": []}
+    config, told = RunFolder(path=Path("run")).read_config(), list[str]()
+    report: Any = SimpleNamespace(step=15)
+    config.audit.every, config.digest.every = "0.001s", 4  # of those after step 12 one is on record
+    for faults in (1, 0):
+        audit = LiveAudit(RunFolder(path=Path("run")), config, runs=True, tell=told.append)
+        while not audit.result["steps"]:
+            time.sleep(0.1)
+            audit.after(report)
+        assert audit.result == {"steps": [15], "differ": [15] * faults}
+        if faults:  # as if the run had computed right
+            assert "step 13 is the first that differs" in told[0]
+            assert "0.weight was computed by rank 0" in told[0]
+            monkeypatch.setenv("FLIP", "13 192 20")
+    assert len(told) == 1
+    shutil.rmtree("run/checkpoints")
+    audit.after(report)
+    audit.close()
+    assert audit.result["steps"] == [15]
+
+
 @pytest.mark.slow
 def test_no_step_of_a_clean_run_is_accused(capfd):
     trained(f"{JOB} {FAULTY} ranks=3 epochs=25 checkpoint.every=20 checkpoint.keep=99 hydra.run.dir=run")
@@ -266,7 +298,8 @@ REFUSED = {
     "replay nowhere step=1": "nowhere is no folder of a run",
     "replay . step=1": "has no config.yaml; name the folder of a run",
     "replay run step=nan show=3": "show= and break= look at a whole step",
-    "audit run steps=0": "penstock audit takes steps= and seed=, numbers",
+    "audit run steps=0": "penstock audit takes steps=, step= and seed=, numbers",
+    "audit run step=99": "step=99 is not on record in run/digests.jsonl",
     "audit run run": "run run is no folder of a run",
 }
 

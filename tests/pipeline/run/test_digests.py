@@ -161,6 +161,8 @@ def test_replicas_that_are_compared_after_each_update_end_where_they_part(capfd,
             "digest.layers=true adds to lines of digests, found none; add",
         ),
         ("schedule=async_1f1b weights=stashed", "found weights=stashed"),
+        ("digest.every=1 audit.every=1h", "compares digests, found no checkpoints; add checkpoint.every=100"),
+        ("digest.every=1 audit.every=x checkpoint.every=1", "audit.every=x is not a time; write it like 30s"),
         ("digest.every=0", "digest.every=0 must be 1 or more"),
     ],
 )
