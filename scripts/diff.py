@@ -53,30 +53,34 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _replay(one: Path, other: Path, known: Difference) -> None:
-    """Print where replays of both runs part, and draw it."""
+    """Print where replays of both runs part, and draw how far they do in this step and those after it."""
     from ..pipeline.run import console
-    from ..pipeline.run.layer_tensors import draw_differences, paired, where_they_part
+    from ..pipeline.run.layer_tensors import differences, draw_differences, paired, where_they_part
     from ..pipeline.run.replay import compared
 
     find_own_modules()
-    difference, ours, theirs = compared(one, other, known, tell=console.warn)
-    if difference is None:
+    by_step: dict[int, dict[str, list[float]]] = {}
+    first: Difference | None = None
+    for difference, ours, theirs in compared(one, other, known, tell=console.warn):
+        pairs = paired(ours, theirs)
+        if first is None:
+            assert difference is not None, "it begins with one"
+            first = difference
+            if first.step != known.step:
+                print(f"replayed: {first}")
+            if pairs is None:
+                lacks = "as one run has some, or micro-batches, that the other lacks"
+                print(f"  replayed: layers are not compared, {lacks}")
+                return
+            part = where_they_part(pairs)
+            same = "the outputs of all layers and their gradients are the same"
+            print(f"  replayed: {' '.join(map(str, part)) if part else same}")
+        by_step[first.step + len(by_step)] = differences(pairs or ())
+    if first is None:
         print("  replays of both are the same: a run computed otherwise, or its code or data were others")
         return
-    if difference.step != known.step:
-        print(f"replayed: {difference}")
-    pairs = paired(ours, theirs)
-    if pairs is None:
-        print(
-            "  replayed: layers are not compared, as one run has some, or micro-batches, that the other lacks"
-        )
-        return
-    if part := where_they_part(pairs):
-        print(f"  replayed: {part[0]} {part[1]}")
-    else:
-        print("  replayed: the outputs of all layers and their gradients are the same")
-    path = one / "replay" / f"diff_step_{difference.step}.png"
+    path = one / "replay" / f"diff_step_{first.step}.png"
     with refusing(path.parent):
         path.parent.mkdir(exist_ok=True)
-    draw_differences(pairs, path, title=f"Step {difference.step} of {one} and {other}")
+    draw_differences(by_step, path, title=f"{one} and {other} from step {first.step} on")
     print(f"  {console.short(path)}")

@@ -211,27 +211,38 @@ def _relative(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     return float((a - b).abs().max() / largest) if len(a) else 0.0
 
 
-def draw_differences(pairs: Sequence[tuple[LayerTensor, LayerTensor]], path: Path, *, title: str) -> None:
-    """Draw for each layer how far its outputs and gradients differ between two runs of a step, in the worst
-    micro-batch."""
-    from matplotlib.figure import Figure
-
+def differences(pairs: Iterable[tuple[LayerTensor, LayerTensor]]) -> dict[str, list[float]]:
+    """Return for each layer how far its output and its gradient differ between two runs of a step, in the
+    worst micro-batch."""
     worst: dict[str, list[float]] = {}
     for one, other in pairs:
         both = _relative(one.output, other.output), _relative(one.gradient, other.gradient)
         worst[one.layer] = [max(pair) for pair in zip(worst.get(one.layer, (0, 0)), both, strict=True)]
-    picture = Figure(figsize=(13, 4.5), layout="constrained")
-    axes = picture.subplots()
-    for place, (kind, colour) in enumerate((("output", "#0072B2"), ("gradient of the output", "#E69F00"))):
-        values = [min(pair[place], MOST_DIFFERENCE) for pair in worst.values()]
-        axes.plot(values, "o-", markersize=4, color=colour, label=kind, clip_on=False)
-    axes.set_yscale("symlog", linthresh=1e-8)
-    axes.set_ylim(bottom=0)
-    step = -(-len(worst) // MOST_NAMES)
-    axes.set_xticks(range(0, len(worst), step), [*worst][::step], rotation=90, fontsize=7)
-    axes.set_ylabel("largest difference / largest element")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    return worst
+
+
+def draw_differences(steps: Mapping[int, Mapping[str, Sequence[float]]], path: Path, *, title: str) -> None:
+    """Draw the ``differences`` of some steps, a line for each."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(13, 7.5), layout="constrained")
+    panels = picture.subplots(2, sharex=True)
+    colours = colormaps["viridis_r"].resampled(len(steps) + 1)
+    layers = [*next(iter(steps.values()))]
+    for place, (axes, kind) in enumerate(zip(panels, ("output", "gradient of the output"), strict=True)):
+        for number, (step, of_layers) in enumerate(steps.items(), start=1):
+            values = [min(of_layers[layer][place], MOST_DIFFERENCE) for layer in layers]
+            style: Any = {"color": colours(number), "label": f"step {step}", "clip_on": False}
+            axes.plot(values, "o-", markersize=4, **style)
+        axes.set_yscale("symlog", linthresh=1e-8)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("largest difference / largest element")
+        axes.set_title(kind, loc="left", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    every = -(-len(layers) // MOST_NAMES)
+    panels[1].set_xticks(range(0, len(layers), every), layers[::every], rotation=90, fontsize=7)
+    panels[0].legend(frameon=False)
     picture.suptitle(title, x=0.005, ha="left", fontsize=11)
     save_picture(path, picture)
 

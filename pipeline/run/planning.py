@@ -149,10 +149,16 @@ def save_step(folder: RunFolder, plan: Plan, panel: Panel, spans: Sequence[Span]
 def prepare(config: PlanConfig) -> Samples:
     """Set up this process, fill in the threads, and return the data."""
     config.threads = config.threads or threads_per_rank(config.ranks)
-    torch.set_num_threads(config.threads)
-    determinism.begin(config)
+    set_up(config)
     labelled = config.loss.get("_target_") == OF_MODEL
     return build.samples(config.data, batch_size=config.batch_size, labelled=labelled)
+
+
+def set_up(config: PlanConfig) -> None:
+    """Set up this process."""
+    assert config.threads
+    torch.set_num_threads(config.threads)
+    determinism.begin(config)
 
 
 def plan_of(config: PlanConfig, profile: Profile, options: dict[str, Any]) -> Plan:

@@ -40,7 +40,7 @@ from .layer_tensors import (
     stop_before,
 )
 from .metrics import read_lines
-from .planning import prepare
+from .planning import prepare, set_up
 from .resume import ASKED, flat, kind_of, resolve
 from .run_folder import RunFolder, step_of
 from .tables import table
@@ -60,6 +60,7 @@ OF_THE_CUT = ("stages", "cuts", "schedule", "extra_in_flight", "codec", "checkpo
 """Those of them that it does where bits depend on the cut, which is then that of the run."""
 SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 TIERS = ("device", "packed", "host")
+MORE_STEPS = 4  # that are compared after the first that differs
 
 Line = dict[str, Any]
 
@@ -162,6 +163,7 @@ def replayed(
             stopped = stop_before(pipe.stages.values(), stop) if stop and now == step else None
             if now in drains:
                 pipe.drain()
+            set_up(config)  # another replay may be going on
             report = pipe.step(*loads.take(index))
             if plan.streams:
                 lines.append({"step": now, "loss": _hex(report.loss), "values": {}})
@@ -229,32 +231,32 @@ def _check_checkpoint(pipe: Pipeline, on_record: Mapping[int, Line], path: Path)
 
 def compared(
     one: Path, other: Path, known: Difference, *, tell: Callable[[str], None]
-) -> tuple[Difference | None, list[LayerTensor], list[LayerTensor]]:
-    """Repeat both runs up to a step at which their digests differ, each from its own checkpoint before the
-    last step that was the same.
+) -> Iterator[tuple[Difference | None, list[LayerTensor], list[LayerTensor]]]:
+    """Repeat both runs side by side, each from its own checkpoint before the last step that was the same.
 
-    Returns: the first difference between the replays, None if they are the same, and what the layers of both
-             returned in that step."""
-    lines: dict[int, Line] = {}
-    ours, begin = list[LayerTensor](), 0 if known.same is None else known.same + 1
-    for repeated in replayed(one, known.step, tell=tell, begin=begin, show=""):
-        lines[repeated.step], ours = repeated.line, _in_order(repeated)
-        del repeated  # which has the pipeline
-    same, difference, theirs = None, None, list[LayerTensor]()
-    with contextlib.closing(replayed(other, known.step, tell=tell, begin=begin, show="")) as steps:
-        for repeated in steps:
-            if repeated.step not in lines:
+    Yields: from the first step that differs on, ``MORE_STEPS`` after it, too: the difference, and what the
+            layers of both returned; nothing if all is the same up to the step that is ``known``."""
+    begin, same, first = 0 if known.same is None else known.same + 1, None, None
+    ends = (read_lines(RunFolder(path=run).metrics)[-1]["step"] for run in (one, other))
+    last = min(known.step + MORE_STEPS, *ends)
+    both = [replayed(run, last, tell=tell, begin=begin, show="") for run in (one, other)]
+    with contextlib.closing(both[0]) as ours, contextlib.closing(both[1]) as theirs:
+        mine = next(ours)
+        for repeated in theirs:
+            while mine.step < repeated.step:
+                mine = next(ours)
+            if mine.step > repeated.step:
                 continue
             same = known.same if same is None and known.same == repeated.step - 1 else same
-            theirs = _in_order(repeated)
-            difference = first_of(lines, {repeated.step: repeated.line}, same=same)
-            if difference:
-                break
+            difference = first_of({mine.step: mine.line}, {repeated.step: repeated.line}, same=same)
+            first = repeated.step if first is None and difference else first
+            if first is None and repeated.step == known.step:
+                return
+            if first is not None:
+                yield difference, _in_order(mine), _in_order(repeated)
+                if repeated.step == first + MORE_STEPS:
+                    return
             same = repeated.step
-    if difference and difference.step != known.step:
-        for repeated in replayed(one, difference.step, tell=tell, begin=begin, show=""):
-            ours = _in_order(repeated)
-    return difference, ours, theirs
 
 
 def _in_order(repeated: RepeatedStep) -> list[LayerTensor]:

@@ -13,6 +13,7 @@ from planted import PLANTED
 from penstock import ConfigError
 from penstock.pipeline.run import digests
 from penstock.pipeline.run.digests import digest_of
+from penstock.pipeline.run.replay import compared
 
 JOB = (
     "model._target_=mine.Net data._target_=mine.data batch_size=8 micro_batches=4 epochs=2 threads=1 "
@@ -94,6 +95,13 @@ def test_one_wrong_label_is_found_at_its_step_and_where_gradients_begin(capfd):
         "replayed: layer _6 (6), in micro-batch 0, is the first with another gradient of its output" in shown
     )
     assert Path("right/replay", f"diff_step_{first}.png").stat().st_size > 10_000
+    known = digests.first_difference(Path("right"), Path("wrong"))[0]
+    assert known is not None
+    steps = list(compared(Path("right"), Path("wrong"), known, tell=print))
+    assert [difference and difference.step for difference, _, _ in steps] == [*range(first, first + 5)]
+    (_, ours, theirs), (_, later, other) = steps[:2]
+    assert all(a.output.equal(b.output) for a, b in zip(ours, theirs, strict=True))
+    assert not any(a.output.equal(b.output) for a, b in zip(later, other, strict=True))
     trained(f"{JOB} ranks=1 stages=2 micro_batches=2 hydra.run.dir=halves")
     code, shown = diff(capfd, "right", "halves", "replay=true")
     assert code == 1
