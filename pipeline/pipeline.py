@@ -229,7 +229,8 @@ class Pipeline:
                     wishes.setdefault("update_seconds", update_seconds(optimizer))
                     if not ranks.is_alone:
                         wishes.setdefault("ranks", ranks.size)
-                    plan = partition(measure(graph, example), **wishes)
+                    has_links = not {"link", "cluster"}.isdisjoint(wishes)
+                    plan = partition(measure(graph, example, packs=has_links), **wishes)
             if not plans:
                 ranks.notices.wait_for(0, deadline=deadline)
         settings |= {"autocast": autocast, "world": world, "deadline": deadline}

@@ -52,7 +52,7 @@ def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> No
         with console.planning():
             chosen = counts.choose(config, samples)
             found = recorded_without_memory(config, samples) or record(config, samples)
-            graph, profile = found.graph, found.measure()
+            graph, profile = found.graph, found.measure(packs=True)
     if chosen:
         console.warn(chosen)
     everything = config.schedule == ALL

@@ -4,10 +4,11 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
+from ...compression.names import AUTO
 from ...stages.memory.byte_budget import PREFETCH_LAYERS
 from ...stages.plan.cluster import Cluster
 from ...stages.plan.memory_model import NEIGHBOURS, Copies
@@ -27,6 +28,27 @@ def with_margin(num_bytes: int) -> int:
     return -(-num_bytes * (100 + TOLERANCE) // 100)
 
 
+class Sent(NamedTuple):
+    """How a tensor passes a link: its codec, seconds in all, bytes, seconds to pack and to unpack."""
+
+    codec: str
+    seconds: float
+    num_bytes: float
+    packing: float
+
+
+def sent(costs: Mapping[str, tuple[float, ...]], num_bytes: int, *, codec: str, rate: float | None) -> Sent:
+    """Return how a tensor passes a link of so many bits per second soonest; by ``codec``, unless it is
+    "auto"; as it is where nobody tried."""
+    if not rate:
+        return Sent("raw", 0.0, num_bytes, 0.0)
+    known = {name: cost for name, cost in costs.items() if codec in (AUTO, name)}
+    found = []
+    for name, (size, pack, unpack) in (known or {"raw": (num_bytes, 0.0, 0.0)}).items():
+        found.append(Sent(name, pack + unpack + 8 * size / rate, size, pack + unpack))
+    return min(found, key=lambda one: one.seconds)
+
+
 class Costs:
     """Costs of the layers from one position to another; position p is in front of layer p.
 
@@ -36,7 +58,8 @@ class Costs:
     differ, in the place of ``rate`` and ``budget``, which then is the largest of theirs;
     ``replicas``: ranks that share the micro-batches of each stage, empty: one each; ``updates``: seconds of
     an update for each byte of trained parameters, which a rank takes once in so many micro-batches
-    (``each``), and its replicas together if ``sharded``."""
+    (``each``), and its replicas together if ``sharded``; ``codec``: that of what passes a link, or "auto":
+    the fastest there."""
 
     def __init__(
         self,
@@ -52,8 +75,9 @@ class Costs:
         updates: float = 0.0,
         each: int = 1,
         sharded: bool = False,
+        codec: str = AUTO,
     ) -> None:
-        self.updates, self.sharded = updates, sharded
+        self.updates, self.sharded, self.codec = updates, sharded, codec
         self.speeds = cluster.speeds if cluster else ()
         self.budgets: Sequence[int | None] = cluster.memory if cluster else ()
         budget = self.most or budget
@@ -89,14 +113,43 @@ class Costs:
         trained = [value for value in profile.values if value.requires_grad]
         self.backward_bytes = _over_cuts(len(layers), trained)
         self.cut_weights = self._cut_weights()
-        places = len(copies)
-        self.link_times = [self._link_times(one) for one in cluster.links] if cluster else []
-        self.link_times += [self._link_times(None if cluster else rate)] * (places - len(self.link_times))
+        self.rates = [*cluster.links] if cluster else []
+        self.rates += [None if cluster else rate] * (len(copies) - len(self.rates))
+        sending = {one: self._sending(one) for one in dict.fromkeys(self.rates)}
+        self.sending = [sending[one] for one in self.rates]
+        self.link_times = [self._link_times(*sending[one]) for one in self.rates]
 
-    def _link_times(self, rate: float | None) -> list[int]:
+    def _sending(self, rate: float | None) -> tuple[list[Sent], list[Sent]]:
+        """Return how each value is sent over a link, and how its gradient is."""
+        how: Any = {"codec": self.codec, "rate": rate}
+        values = self.profile.values
+        forward = [sent(value.costs, value.num_bytes, **how) for value in values]
+        return forward, [sent(v.gradient_costs, v.num_bytes * v.requires_grad, **how) for v in values]
+
+    def _link_times(self, *ways: Sequence[Sent]) -> list[int]:
         """Picoseconds that a link needs for a micro-batch at each position: both directions carry at once."""
-        slower = map(max, self.forward_bytes, self.backward_bytes)
-        return [round(8 * num_bytes * PICOSECONDS / rate) if rate else 0 for num_bytes in slower]
+        times = ([round(one.seconds * PICOSECONDS) for one in way] for way in ways)
+        length, values = len(self.profile.layers), self.profile.values
+        return [*map(max, *(_over_cuts(length, values, some) for some in times))]
+
+    def _sends(self, start: int, end: int, place: int) -> dict[str, Any]:
+        """Return of a stage its codecs, and what of its cut is known in frames."""
+        values, length = self.profile.values, len(self.profile.layers)
+        passing = [[i for i, v in enumerate(values) if _passes(v, cut, length)] for cut in (start, end)]
+        found: dict[str, Any] = {"codecs": {}, "gradient_codecs": {}}
+        names = {"forward": ("costs", "codecs"), "backward": ("gradient_costs", "gradient_codecs")}
+        for number, (way, (costs, codecs)) in enumerate(names.items()):
+            behind = [self.sending[place][number][i] for i in passing[1]]
+            if any(getattr(values[i], costs) for i in passing[1]):
+                found[f"packed_{way}"] = round(sum(one.num_bytes for one in behind))
+                found[f"packing_{way}"] = sum(one.packing for one in behind)
+            sender = place - number  # gradients go up the link before the stage
+            if self.codec != AUTO or not self.rates[sender] or (number and not start):
+                continue
+            for i in passing[1 - number]:
+                if getattr(values[i], costs) and (number or values[i].producer >= start):
+                    found[codecs][values[i].name] = self.sending[sender][number][i].codec
+        return found
 
     @property
     def most(self) -> int:
@@ -280,6 +333,7 @@ class Costs:
             bytes_backward=self.backward_bytes[end],
             recompute=again,
             prefetches=self.prefetches,
+            **self._sends(start, end, rank),
             **decided,
         )
 
@@ -334,6 +388,11 @@ def _over_cuts(
             changes[first] += amount
             changes[behind] -= amount
     return list(accumulate(changes))[: num_layers + 1]
+
+
+def _passes(value: ValueProfile, position: int, num_layers: int) -> bool:
+    first, behind = _crossed(value, num_layers)
+    return first <= position < behind
 
 
 def _crossed(value: ValueProfile, num_layers: int) -> tuple[int, int]:

@@ -148,7 +148,8 @@ def partition(
     """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
 
     A rank costs the larger of its seconds per micro-batch and the seconds its links need for the tensors over
-    its cuts (unpacked, both directions at once). Of all cuts whose costliest rank is within 5 % of the
+    its cuts: packed, with the seconds that takes, where ``measure`` tried the codecs (both directions at
+    once). Of all cuts whose costliest rank is within 5 % of the
     cheapest possible, the one is chosen that the fewest bytes pass; among equals the fewest that are not
     zero, then behind what writes into what passes, then the cheapest costliest rank, then the earliest.
 
@@ -283,6 +284,7 @@ def partition(
         updates=(update_seconds or 0.0) * (profile.device == HOST),  # where it was measured
         each=1 if schedule == STREAM else micro_batches,
         sharded=sharded and owner == "spread",
+        codec=codec,
     )
     ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
     spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]

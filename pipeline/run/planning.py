@@ -191,9 +191,9 @@ class Recorded(NamedTuple):
     graph: LayerGraph
     example: Example
 
-    def measure(self) -> Profile:
-        """Return what was measured of the model on the micro-batch."""
-        return measure(self.graph, self.example)
+    def measure(self, *, packs: bool = False) -> Profile:
+        """Return what was measured of the model on the micro-batch; ``packs``: with the cost of codecs."""
+        return measure(self.graph, self.example, packs=packs)
 
 
 def record(

@@ -61,16 +61,13 @@ def _of(value: float | None, ranks: int) -> float | None:
 def _transfer(
     plan: Plan, number: int, one: Mapping[str, float], rates: Rates | None
 ) -> tuple[float, float | None]:
-    """Seconds on the links of what a stage sends: tensors at the plan's rate, frames at measured ones."""
+    """Seconds on the links of what a stage sends: as the plan has them, and frames at measured rates."""
     planned, measured, rank = 0.0, 0.0, plan.owner(number)
-    stage, before = plan.stages[number], plan.stages[number - 1] if number else None
-    ways = [("forward", number + 1, stage.bytes_forward)]
-    ways += [] if before is None else [("backward", number - 1, before.bytes_backward)]
-    for way, other, size in ways:
-        if other == plan.num_stages or plan.owner(other) == rank:
+    for way, other in (("forward", number + 1), ("backward", number - 1)):
+        if other in (-1, plan.num_stages) or plan.owner(other) == rank:
             continue
-        link = plan.rate(rank, plan.owner(other))
-        planned += 8 * plan.micro_batches * size / link if link else 0.0
+        cut, link = plan.stages[min(number, other)], plan.rate(rank, plan.owner(other))
+        planned += plan.micro_batches * cut.transfer_seconds(way, link)
         rate = (rates or {}).get((rank, plan.owner(other)))
         measured += one[f"bytes_sent_{way}"] / rate if rate else 0.0
     return planned, measured if rates else None

@@ -142,7 +142,8 @@ def build_run(
     if plan is None:
         autocast = build.autocast(config.autocast)
         recorded = recorded or record(config, samples, model=model, autocast=autocast)
-        plan = decide(config, recorded.measure())
+        has_links = config.link is not None or config.cluster is not None
+        plan = decide(config, recorded.measure(packs=has_links))
     if source:
         source.compare(config, plan, console.warn)
     config.stages = plan.num_stages

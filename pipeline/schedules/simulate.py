@@ -52,8 +52,8 @@ def step_seconds(traffic: StepMessages, *, work: Work, transfer: Transfer) -> fl
 
 
 def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
-    """Simulate what a plan predicts: tensors pass its link as they are, an update begins with the exchange of
-    gradients between replicas. I and W take half of a backward each."""
+    """Simulate what a plan predicts: tensors pass its link, as frames if codecs were tried, an update begins
+    with the exchange of gradients between replicas. I and W take half of a backward each."""
 
     def seconds(instruction: Instruction) -> float:
         stage, op = plan.stages[instruction.stage], instruction.op
@@ -62,8 +62,9 @@ def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
         return stage.forward_seconds if op is Op.F else stage.backward_seconds / (1 if op is Op.B else 2)
 
     def transfer(message: Message) -> float:
-        cut, rate = plan.stages[min(message.source, message.target)], plan.rate(*message.ranks)
-        return 8 * (cut.bytes_forward if message.op is Op.F else cut.bytes_backward) / rate if rate else 0.0
+        cut = plan.stages[min(message.source, message.target)]
+        way = "forward" if message.op is Op.F else "backward"
+        return cut.transfer_seconds(way, plan.rate(*message.ranks))
 
     if all(instruction.op is not Op.U for program in programs for instruction in program):
         takes = [n > 1 or s.update_seconds > 0 for n, s in zip(plan.replicas, plan.stages, strict=True)]

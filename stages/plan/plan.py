@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compression.errors import PlanError
-from ...compression.names import show_codec
+from ...compression.names import AUTO, LOSSY, show_codec
 from ..files import save_json
 from ..memory.byte_budget import NAMES
 from ..record import IN_PROCESS, json_fields, load_json, read, reduced, shortened
@@ -20,7 +20,7 @@ from ..units import show_bytes, show_count, show_rate, show_seconds, text_table
 from ..weight_versions.policies import WeightPolicy, policy_named
 from . import validation
 from .cluster import Cluster
-from .plan_stage import PlanStage, place_of, shares_of_stage
+from .plan_stage import PlanStage, place_of, shares_of_stage, show_sent
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Asked:
 
 
 _HEADINGS = ("stage", "rank", "layers", "parameters", "forward", "backward", "memory", "sent down", "sent up")
-_FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors before packing"
+_FOOTNOTE = "predicted per micro-batch; memory for all micro-batches in flight; sent: tensors -> frames"
 
 
 def _table(stages: Sequence[PlanStage]) -> list[str]:
@@ -54,7 +54,8 @@ def _table(stages: Sequence[PlanStage]) -> list[str]:
             show_seconds(stage.forward_seconds),
             show_seconds(stage.backward_seconds),
             show_bytes(stage.held_bytes),
-            *(show_bytes(sent) if sent else "-" for sent in (stage.bytes_forward, stage.bytes_backward)),
+            show_sent(stage.bytes_forward, stage.packed_forward),
+            show_sent(stage.bytes_backward, stage.packed_backward),
         )
         for number, stage in enumerate(stages)
     ]
@@ -315,7 +316,11 @@ def _title(plan: Plan) -> str:
     elif plan.extra_in_flight:
         parts.insert(1, f"{plan.extra_in_flight} extra in flight")
     ways = {"F": "down", "B": "up"}
-    parts += [f"{name} {ways[way]} {show_codec(one)}" for (name, way, _), one in plan.named_codecs.items()]
+    named = plan.named_codecs
+    if plan.codec == AUTO and not {*named.values()} & {*LOSSY}:  # each only begins with it
+        parts[-1] += f" from {' and '.join(dict.fromkeys(named.values()))}" * bool(named)
+    else:
+        parts += [f"{name} {ways[way]} {show_codec(one)}" for (name, way, _), one in named.items()]
     # Which weights a micro-batch sees, where batches mingle, and what comes first in a backward.
     if plan.streams:
         parts.append(f"weights {plan.weights}{' with prediction' * plan.prediction}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import save_picture
 from ..units import shortened_name, show_bytes, show_count, show_seconds
-from .plan_stage import PlanStage
+from .plan_stage import PlanStage, show_sent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,14 +73,20 @@ def _draw_link(axes: "Axes", number: int, stage: PlanStage, *, local: bool) -> N
     start = number * (WIDTH + GAP) + WIDTH + 0.03
     end, middle, style = start + GAP - 0.06, start + GAP / 2 - 0.03, "dashed" if local else "solid"
     flows = (
-        (0.62, start, end, FORWARD_COLOR, stage.bytes_forward),
-        (0.42, end, start, BACKWARD_COLOR, stage.bytes_backward),
+        (0.62, start, end, FORWARD_COLOR, show_sent(stage.bytes_forward, stage.packed_forward, arrow="\n→ ")),
+        (
+            0.38,
+            end,
+            start,
+            BACKWARD_COLOR,
+            show_sent(stage.bytes_backward, stage.packed_backward, arrow="\n→ "),
+        ),
     )
     look = {"arrowstyle": "-|>", "linewidth": 2, "linestyle": style, "mutation_scale": 14}
-    for height, tail, head, colour, num_bytes in flows:
+    for height, tail, head, colour, sent in flows:
         arrow = {**look, "color": colour, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", xy=(head, height), xytext=(tail, height), arrowprops=arrow)
-        _write(axes, middle, height + 0.05, show_bytes(num_bytes), size=8.5, va="bottom")
+        _write(axes, middle, height + 0.03, sent, size=8.5, va="bottom")
 
 
 def _draw_seconds(axes: "Axes", stages: Sequence[PlanStage]) -> None:

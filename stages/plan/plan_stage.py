@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from ...compression.errors import CodecError, PlanError
 from ...compression.names import GPU, HOST, check_name, is_device
 from ..record import shortened
+from ..units import show_bytes
 
 
 def place_of(shares: tuple[int, ...], micro_batch: int) -> int:
@@ -76,6 +77,13 @@ def shares_of_stage(shares: Sequence[int], stage: int, replicas: int) -> tuple[i
     return tuple(shares) if len(set(shares)) > 1 else ()
 
 
+def show_sent(raw: int, packed: int | None, *, arrow: str = " -> ") -> str:
+    """Write the bytes that pass a cut, and as frames where they are known."""
+    if not raw:
+        return "-"
+    return show_bytes(raw) + ("" if packed is None else f"{arrow}{show_bytes(packed)}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStage:
     """One stage: its layers and parameters (names), its decisions, and its predictions per micro-batch.
@@ -83,7 +91,9 @@ class PlanStage:
     ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, of which each
     leaves ``saved_bytes`` for its backward, of which ``near_bytes`` are the most that layers near each other
     save (None: all), ``frame_bytes`` are the most of frames beside that, ``bytes_forward`` and
-    ``bytes_backward`` pass the cut behind the stage, unpacked.
+    ``bytes_backward`` pass the cut behind the stage, unpacked; ``packed_forward`` and ``packed_backward`` as
+    frames (None: nobody tried), which take ``packing_forward`` and ``packing_backward`` seconds to pack and
+    to unpack.
 
     ``ranks``: one, or replicas that take its micro-batches in turn; ``shares``: by what weight (0: none),
     empty where all take as many; ``device``: cpu, cuda (the GPU of its rank) or cuda:1, None for that of its
@@ -122,6 +132,19 @@ class PlanStage:
     codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     gradient_codecs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     update_seconds: float = 0.0
+    packed_forward: int | None = None
+    packed_backward: int | None = None
+    packing_forward: float = 0.0
+    packing_backward: float = 0.0
+
+    def transfer_seconds(self, way: str, rate: float | None) -> float:
+        """Seconds in which the tensors of a micro-batch are packed, pass the link after the stage and are
+        unpacked; ``way``: "forward" or "backward"; ``rate``: bits per second, None: free."""
+        if not rate:
+            return 0.0
+        packed = getattr(self, f"packed_{way}")
+        num_bytes = getattr(self, f"bytes_{way}") if packed is None else packed
+        return getattr(self, f"packing_{way}") + 8 * num_bytes / rate
 
     @property
     def held_bytes(self) -> int:

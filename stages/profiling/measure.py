@@ -200,7 +200,7 @@ def _received(item: Any, anchor: torch.Tensor) -> Any:
     return Receive.apply(anchor, copied, {}, 0) if item.requires_grad else copied
 
 
-def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5) -> Profile:
+def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5, packs: bool = False) -> Profile:
     """Run every layer of ``graph`` forward and backward by itself, on the copy of the model that was traced.
 
     Of a model on the meta device one layer at a time has values, random ones; what layers save is told by
@@ -210,6 +210,7 @@ def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5) ->
         example_inputs: What was traced, or one micro-batch of the shape of the largest example; on the meta
             device its numbers are random, and its integers 0.
         repeats: Runs of which the median is taken, after one that is not counted.
+        packs: Try every lossless codec on what may pass a cut, for plans with links.
 
     Returns:
         The Profile; seconds are per micro-batch with the threads that torch has now. One thread counts its
@@ -251,7 +252,7 @@ def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5) ->
                 runs.append((timer.seconds(), {number: count() for number, count in timer.zeros.items()}))
                 del timer, env  # which hold all that the layers made
             graph.model_copy.zero_grad()
-            seen, far = observe_step(graph, fresh(inputs))
+            seen, far = observe_step(graph, fresh(inputs), packs=packs)
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
     owned = owned_parameters(graph)
@@ -282,6 +283,8 @@ def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5) ->
                 zero_fraction=runs[-1][1].get(number, 0.0),
                 contributions=seen.contributions.get(number, 0),
                 is_parameter=value.parameter,
+                costs=dict(seen.costs.get(number, {})),
+                gradient_costs=dict(seen.gradient_costs.get(number, {})),
             )
             for number, value in enumerate(graph.train_probe.values)
         ),

@@ -94,7 +94,8 @@ class ValueProfile:
     """One value: made by layer ``producer`` (-1: an input of the model), read by the layers ``users``.
 
     ``contributions``: how many gradients are added up for it, 0 where nobody looked; ``is_parameter``: of the
-    model, which passes a cut once a step."""
+    model, which passes a cut once a step. ``costs``: by codec the bytes of its frame, the seconds to pack and
+    to unpack; ``gradient_costs``: those of its gradient; empty where nobody tried."""
 
     name: str
     producer: int
@@ -104,6 +105,18 @@ class ValueProfile:
     zero_fraction: float
     contributions: int = 0
     is_parameter: bool = False
+    costs: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict, hash=False)
+    gradient_costs: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict, hash=False)
+
+    def times(self, factor: float) -> ValueProfile:
+        """Return the same for so many times as many samples."""
+        if self.is_parameter:
+            return self
+        known: Any = {
+            name: {codec: tuple(factor * x for x in cost) for codec, cost in getattr(self, name).items()}
+            for name in ("costs", "gradient_costs")
+        }
+        return dataclasses.replace(self, num_bytes=round(factor * self.num_bytes), **known)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +175,7 @@ class Profile:
             )
             for layer in self.layers
         ]
-        values = [
-            value
-            if value.is_parameter
-            else dataclasses.replace(value, num_bytes=round(times * value.num_bytes))
-            for value in self.values
-        ]
+        values = [value.times(times) for value in self.values]
         shapes = ((samples, *x[1:]) if x and x[0] == self.num_samples else x for x in self.input_shapes)
         known = {"layers": tuple(layers), "values": tuple(values), "input_shapes": tuple(shapes)}
         kept = (dataclasses.replace(x, num_bytes=round(times * x.num_bytes)) for x in self.intermediates)

@@ -15,6 +15,8 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from ...compression.buffers import Pool
+from ...compression.codec_cost import Cost, candidates, sample, trial
 from ..memory.saved_tensor_hooks import ParameterFilter
 from ..torch_private import current_node, memory_id, tree_leaves
 from ..tracing.dataflow import travels
@@ -53,12 +55,15 @@ class _Noted:
 
 class Observed(NamedTuple):
     """Observations: by layer its (saved bytes, bytes without zeros), the storages, the parameters and
-    buffers that the backward of a layer reads, and how many gradients are added up for a value."""
+    buffers that the backward of a layer reads; by value how many gradients are added up for it, and the cost
+    of every codec on it and on its gradient."""
 
     saved: tuple[tuple[int, int], ...]
     intermediates: tuple[Intermediate, ...]
     backward_reads: dict[int, tuple[str, ...]]
     contributions: dict[int, int]
+    costs: dict[int, dict[str, Cost]]
+    gradient_costs: dict[int, dict[str, Cost]]
 
 
 class _FirstIteration:
@@ -76,6 +81,15 @@ class _FirstIteration:
         self._makers: dict[int, tuple[int, str]] = {}
         self._reads: dict[int, set[str]] = {}
         self._edges: dict[tuple[Node, int], int] = {}
+        self.costs: dict[int, dict[str, Cost]] = {}
+        self.gradient_costs: dict[int, dict[str, Cost]] = {}
+        self._pool = Pool()
+
+    def tried(self, tensor: torch.Tensor) -> dict[str, Cost]:
+        """Return the cost of every codec on a tensor that passes a cut."""
+        part, size = sample(tensor.detach()), tensor.nbytes
+        codecs = candidates(tensor.dtype, on_gpu=tensor.is_cuda)
+        return {codec: trial(part, codec, self._pool, num_bytes=size) for codec in codecs}
 
     def layer_begins(self) -> None:
         self._saved.append((0, 0))
@@ -148,6 +162,8 @@ class _FirstIteration:
             intermediates=tuple(found),
             backward_reads={layer: tuple(sorted(names)) for layer, names in sorted(self._reads.items())},
             contributions=_contributions(roots, self._edges),
+            costs=self.costs,
+            gradient_costs=self.gradient_costs,
         )
 
     def _kind(self, noted: _Noted, random: set[int]) -> str:
@@ -187,20 +203,29 @@ def _contributions(roots: Iterable[torch.Tensor], edges: dict[tuple[Node, int], 
     return {number: count for number, count in sorted(found.items()) if count}
 
 
-def observe_step(graph: LayerGraph, inputs: tuple[torch.Tensor, ...]) -> tuple[Observed, dict[int, str]]:
+def observe_step(
+    graph: LayerGraph, inputs: tuple[torch.Tensor, ...], *, packs: bool = False
+) -> tuple[Observed, dict[int, str]]:
     """Return what the layers save for their backward (every storage once, parameters never), and for a
-    layer's number why not to cut behind it: the gradient of a value would cross in such a geometry."""
+    layer's number why not to cut behind it: the gradient of a value would cross in such a geometry;
+    ``packs``: every codec is tried on what may pass a cut."""
     parts, record, far = parts_of(graph.model_copy, graph.train), graph.train_probe, set[int]()
     first = _FirstIteration(graph.model_copy)
 
     def look(number: int, gradient: torch.Tensor | None) -> None:  # a Function may give none
-        if gradient is not None and not travels(gradient):
+        if gradient is None:
+            return
+        if not travels(gradient):
             far.add(number)
+        elif packs:
+            first.gradient_costs[number] = first.tried(gradient)
 
     def made(node: fx.Node, result: Any) -> None:
         for number, leaf in zip(record.outputs[node].values, tree_leaves(result), strict=True):
             if isinstance(leaf, torch.Tensor):
                 first.made(number, record.values[number].name, leaf)
+                if packs and not record.values[number].parameter and travels(leaf):
+                    first.costs[number] = first.tried(leaf)
                 if leaf.grad_fn is not None:
                     leaf.register_hook(functools.partial(look, number))
 

@@ -22,7 +22,9 @@ def layer_of(name, module="", forward=1, backward=2, size=0, saved=0, packed=Non
     )
 
 
-def value_of(producer, users, num_bytes=1000, requires_grad=True, zero_fraction=0.5):
+def value_of(
+    producer, users, num_bytes=1000, requires_grad=True, zero_fraction=0.5, costs=None, gradient_costs=None
+):
     return ValueProfile(
         name=f"v{producer}",
         producer=producer,
@@ -30,6 +32,8 @@ def value_of(producer, users, num_bytes=1000, requires_grad=True, zero_fraction=
         num_bytes=num_bytes,
         requires_grad=requires_grad,
         zero_fraction=zero_fraction,
+        costs=costs or {},
+        gradient_costs=gradient_costs or {},
     )
 
 
@@ -71,6 +75,8 @@ def profiles(draw):
     small = st.integers(0, 4)
     unit = draw(st.sampled_from([1, 20]))  # the longer a layer takes, the more costs are nearly equal
     seconds = st.builds(lambda whole, part: unit * whole + part % unit, small, small)
+    cost = st.tuples(small, small.map(MS.__mul__), small.map(MS.__mul__))
+    costs = st.fixed_dictionaries({"raw": small.map(lambda n: (n, 0.0, 0.0)), "zero_value": cost})
     layers = [
         layer_of(f"l{i}", forward=draw(seconds), backward=draw(seconds), size=draw(small), saved=draw(small))
         for i in range(num_layers)
@@ -79,7 +85,8 @@ def profiles(draw):
     for producer in range(-1, num_layers):
         users = draw(st.lists(st.integers(max(producer + 1, 0), num_layers), max_size=3))
         zeros = draw(st.sampled_from([0.0, 0.5, 1.0]))
-        values.append(value_of(producer, sorted(users), draw(small), draw(st.booleans()), zeros))
+        tried = [draw(costs) for _ in range(2)] if draw(st.booleans()) else []
+        values.append(value_of(producer, sorted(users), draw(small), draw(st.booleans()), zeros, *tried))
     refused = draw(st.sets(st.integers(0, num_layers - 1), max_size=2))
     return profile_of(layers, values, dict.fromkeys(refused, "it says so"))
 

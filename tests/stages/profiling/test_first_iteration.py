@@ -16,6 +16,7 @@ from zoo import ZOO, build
 
 import penstock
 from penstock import trace
+from penstock.compression.codec_cost import candidates
 from penstock.stages.profiling import measure as module
 from penstock.stages.profiling.measure import parts_with_random_values
 from penstock.stages.profiling.network_profile import KINDS, Profile
@@ -197,6 +198,24 @@ def test_a_profile_without_values_says_what_one_with_values_does(name):
     assert sum(layer.backward_seconds for layer in found.layers) > 0
     zeros = [value.zero_fraction for value in found.values if value.name in ("_2", "_4")]
     assert name != "mlp" or all(0.2 < share < 0.8 for share in zeros)  # what a ReLU lets through
+
+
+def test_every_codec_is_tried_on_what_passes_a_cut_and_on_its_gradient(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(288, 4))
+    x = torch.randn(4, 3, 8, 8)
+    graph = trace(net, (x,))
+    found = penstock.measure(graph, (x,), repeats=1, packs=True)
+    assert all(not v.costs for v in penstock.measure(graph, (x,), repeats=1).values)
+    values = {v.producer: v for v in found.values}  # a ReLU writes zeros into what the convolution made
+    assert {len(v.costs) for v in found.values} == {len(candidates(torch.float32))}
+    assert values[0].costs["zero_value"][0] < 0.7 * values[0].num_bytes < values[0].costs["raw"][0]
+    assert values[0].gradient_costs["zero_value"][0] < 0.7 * values[0].num_bytes
+    assert values[-1].gradient_costs == {}
+    assert all(seconds > 0 for v in found.values for cost in v.costs.values() for seconds in cost[1:])
+    found.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == dataclasses.replace(found, graph=None)
+    twice = found.of_samples(8).values[0]
+    assert twice.costs["raw"][0] == 2 * found.values[0].costs["raw"][0]
 
 
 def test_one_layer_at_a_time_has_values(monkeypatch):
