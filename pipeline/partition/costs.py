@@ -29,7 +29,7 @@ def with_margin(num_bytes: int) -> int:
 
 
 class Sent(NamedTuple):
-    """How a tensor passes a link: its codec, seconds in all, bytes, seconds to pack and to unpack."""
+    """A tensor on a link: its codec, seconds in all, bytes, seconds to pack and to unpack."""
 
     codec: str
     seconds: float
