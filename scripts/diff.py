@@ -75,7 +75,9 @@ def _replay(one: Path, other: Path, known: Difference) -> None:
             part = where_they_part(pairs)
             same = "the outputs of all layers and their gradients are the same"
             print(f"  replayed: {' '.join(map(str, part)) if part else same}")
-        by_step[first.step + len(by_step)] = differences(pairs or ())
+        if not pairs:
+            break  # a step with other micro-batches
+        by_step[first.step + len(by_step)] = differences(pairs)
     if first is None:
         print("  replays of both are the same: a run computed otherwise, or its code or data were others")
         return

@@ -25,11 +25,12 @@ show=NAME                 print figures of what the layer or module of this name
                           micro-batch, of its gradient, and of the weights, gradients and optimizer state
                           after the step; write them to RUN/replay/step_N.safetensors, drawn to step_N.png
 break=NAME                open a debugger (pdb) in the step before the layer or module of this name
-KEY=VALUE                 options of penstock train, such as stages=3 schedule=gpipe; default: one stage
+KEY=VALUE                 options of penstock train, such as stages=3 schedule=gpipe; default: one stage, or
+                          the stages of the run where its bits depend on them
 
 The replay runs in this process, from the newest checkpoint at or before the step, or from the beginning.
-Where the run has digests of the step on record (digest.every=), the replay is compared with them. The exit
-code is 0 where they are the same or there are none, else 1."""
+It is compared with the digests of each step on record (digest.every=), else with its loss. The exit code is
+0 where they are the same, else 1; also 1 where q or the end of the input leaves the debugger."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
                 show(repeated, name, run / "replay" / f"step_{repeated.step}.safetensors")
     except StageError as error:
         if _was_left(error):
+            print("the debugger was left, so the step was not repeated to its end")
             return 1
         if step != NOT_FINITE or "detect_anomaly" not in str(error):
             raise
@@ -84,10 +86,8 @@ def _was_left(error: BaseException | None) -> bool:
 def _sentence(repeated: RepeatedStep, compared: int) -> str:
     loss = repeated.line["loss"] and float.fromhex(repeated.line["loss"])
     has_digests = bool(repeated.on_record["values"])
-    told = "digests" if has_digests else "loss"
+    told = "digests as on record" if has_digests else "loss as on record, which has no digests of this step"
     more = f"; {before} compared before it, the same" if (before := compared - has_digests) else ""
-    if not has_digests:
-        told += " as on record; it has no digests there"
     return f"step {repeated.step}: loss {loss}; the same {told}{more}"
 
 

@@ -97,7 +97,7 @@ class Training:
 
     def note(self, line: str) -> None:
         """Print a line that stays."""
-        self._console.print(line, highlight=False)
+        self._console.print(line, highlight=False, markup=False)
 
 
 class _Output:
@@ -166,7 +166,7 @@ def compared(found: Comparison) -> None:
 def _print(console: Console, *lines: str) -> None:
     """Print lines without wrapping."""
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def warn(sentence: str) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+import yaml
+from omegaconf.errors import OmegaConfBaseException
 
 from ...compression.errors import ConfigError
 from ..runtime.report import Report
@@ -34,10 +36,17 @@ KINDS = ("weights", "gradients", "optimizer state")
 
 
 def digest_of(item: Any) -> str:
-    """64 bits (xxh3) of a tensor's elements, dtype, shape and strides, or of another value as it is shown; a
-    stride along one element moves nothing and does not count."""
+    """64 bits (xxh3) of a tensor's elements, dtype, shape and strides, of what a mapping, a list or an object
+    holds, or of another value as it is shown; a stride along one element does not count."""
+    if isinstance(item, Mapping):
+        parts = [f"{key!r} {digest_of(value)}" for key, value in item.items()]
+        return xxhash.xxh3_64_hexdigest(repr(sorted(parts)).encode())
+    if isinstance(item, list | tuple):
+        return xxhash.xxh3_64_hexdigest(repr([*map(digest_of, item)]).encode())
     if not isinstance(item, torch.Tensor):
-        return xxhash.xxh3_64_hexdigest(repr(item).encode())
+        has_address = type(item).__repr__ is object.__repr__ and not callable(item)
+        shown = digest_of(vars(item)) if has_address and hasattr(item, "__dict__") else repr(item)
+        return xxhash.xxh3_64_hexdigest(f"{type(item).__qualname__} {shown}".encode())
     layout: Any = item.layout
     dense = item if layout is torch.strided else item.to_dense()
     if dense is item:
@@ -71,8 +80,7 @@ def digests_of(pipe: Pipeline) -> dict[str, list[str | None]]:
                 continue
             found[name] = [digest_of(tensor), None, None]
             if state is not None:
-                parts = [f"{key} {digest_of(state[key])}" for key in sorted(state)]
-                found[name][1:] = [digest_of(tensor.grad), digest_of(parts) if parts else None]
+                found[name][1:] = [digest_of(tensor.grad), digest_of(state) if state else None]
     return found
 
 
@@ -89,7 +97,7 @@ def record_digests(
     pipe: Pipeline, log: JsonLog, *, every: int, tell: Callable[[str], None], layers: bool = False,
     world: JsonLog | None = None,
 ) -> Callable[[Report], None]:  # fmt: skip
-    """Return what writes a line after each ``every``-th step, with ``layers`` also the digests of what they
+    """Return what writes a line after each ``every``-th step, with ``layers`` also the digests of what layers
     returned, and once into ``world`` the host of each rank, its stages and the names that it holds;
     collective."""
     returned: LayerTensors | None = None
@@ -176,7 +184,7 @@ class Difference:
         if not self.follows:
             return f"not every step up to {self.step} is on record"
         if self.layer:
-            return f"{self.layer[0]} {self.layer[1]}; no layer before it differs"
+            return f"{self.layer[0]} {self.layer[1]}"
         if self.losses:
             return "the forward differs, or its batch: " + (
                 "the weights before it were the same" if self.step else "no weights before it are on record"
@@ -257,6 +265,13 @@ def recorded(folder: Path) -> dict[int, dict[str, Any]]:
         if not RunFolder(path=folder).config.is_file():
             raise ConfigError(f"{folder} has no config.yaml, so it is no folder of a run; name one")
         raise ConfigError(f"{folder} has no {path.name}, or an empty one; train with digest.every=10")
+    for line in lines:
+        values = line.get("values")
+        rows = values.values() if isinstance(values, dict) and "loss" in line else [None]
+        if not all(isinstance(row, list) and len(row) == len(KINDS) for row in rows):
+            raise ConfigError(
+                f"{path} is damaged: step {line['step']} has no digests; take it from the run again"
+            )
     return {line["step"]: line for line in lines}
 
 
@@ -265,7 +280,11 @@ def options_that_differ(one: Path, other: Path) -> Iterator[tuple[str, str]]:
     folders = [RunFolder(path=folder) for folder in (one, other)]
     if not all(folder.config.is_file() for folder in folders):
         return
-    config, theirs_config = (folder.read_config() for folder in folders)
+    try:
+        config, theirs_config = (folder.read_config() for folder in folders)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        yield f"config.yaml is damaged ({str(error).splitlines()[0]})", "options are not compared"
+        return
     ours, theirs = (dict(flat(dataclasses.asdict(each))) for each in (config, theirs_config))
     says = {"free": "changes no bit", "said": "changes bits by its nature", "refused": "is another training"}
     for key in sorted(ours.keys() | theirs.keys()):

@@ -31,6 +31,7 @@ MOST_HISTOGRAMS = 24
 MOST_NAMES = 80  # of layers under a picture
 MOST_DIFFERENCE = 1e6  # that is drawn; one of NaN or infinite is more
 _COLUMNS = 4
+_MOST_DRAWN = 1e150  # in a histogram
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,12 +86,15 @@ class LayerTensors:
         for stage in stages:
             stage.guard = _Copies(self, stage)
 
-    def take(self, stage: int, micro_batch: int, layer: Layer, result: Any) -> None:
-        """Keep a layer's ``result``, and its gradients once they are there."""
+    def take(
+        self, stage: int, micro_batch: int, unwritten: Callable[[Layer, torch.Tensor], bool],
+        layer: Layer, result: Any,
+    ) -> None:  # fmt: skip
+        """Keep a layer's ``result`` but for ``unwritten`` memory, and its gradients once they are there."""
         if not is_within(layer, self.name):
             return
         for place, tensor in enumerate(tree_leaves(result)):
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, torch.Tensor) or unwritten(layer, tensor):
                 continue
             one = LayerTensor(layer.name, layer.module, stage, micro_batch, place, self.keep(tensor))
             self.found.append(one)
@@ -136,12 +140,12 @@ class _Copies:
 
 
 class _CopyingWatch(Watch):
-    def __init__(self, take: Callable[[Layer, Any], None], then: Watch | None) -> None:
+    def __init__(self, take: Callable[..., None], then: Watch | None) -> None:
         super().__init__(gradients=False)
         self._take, self._then = take, then
 
     def __call__(self, layer: Layer, result: Any) -> None:
-        self._take(layer, result)
+        self._take(self.is_unwritten, layer, result)
         if self._then is not None:
             self._then(layer, result)
 
@@ -182,7 +186,8 @@ def where_they_part(
     for one, other in pairs:
         if not same(one.output, other.output):
             return one, f"is the first whose output differs{_by_how_much(one.output, other.output)}"
-    for one, other in reversed(pairs):
+    layers = [*dict.fromkeys(one.layer for one, _ in pairs)]
+    for one, other in sorted(pairs, key=lambda pair: -layers.index(pair[0].layer)):
         a, b = one.gradient, other.gradient
         if a is not None and b is not None and not same(a, b):
             return one, f"is the first with another gradient of its output{_by_how_much(a, b)}"
@@ -243,8 +248,16 @@ def draw_differences(steps: Mapping[int, Mapping[str, Sequence[float]]], path: P
     every = -(-len(layers) // MOST_NAMES)
     panels[1].set_xticks(range(0, len(layers), every), layers[::every], rotation=90, fontsize=7)
     panels[0].legend(frameon=False)
-    picture.suptitle(title, x=0.005, ha="left", fontsize=11)
+    picture.suptitle(title, x=0.005, ha="left", fontsize=11, parse_math=False)
     save_picture(path, picture)
+
+
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as float64; of complex ones the real and the imaginary parts."""
+    dense = tensor.detach().cpu()
+    dense = dense if dense.layout is torch.strided else dense.to_dense()
+    dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    return dense.double().flatten()
 
 
 def draw_histograms(tensors: Mapping[str, torch.Tensor], path: Path, *, title: str) -> None:
@@ -258,14 +271,20 @@ def draw_histograms(tensors: Mapping[str, torch.Tensor], path: Path, *, title: s
     for axes in every[len(some) :]:
         axes.set_axis_off()
     for axes, (name, tensor) in zip(every, some, strict=False):
-        values = tensor.detach().cpu().double().flatten()
-        finite = values[values.isfinite()]
-        axes.hist(finite.numpy(), bins=50, color="#0072B2", log=True)
+        values = numbers_of(tensor)
+        finite = values[values.isfinite()].clamp(-_MOST_DRAWN, _MOST_DRAWN)
+        least, most = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+        if few := most - least <= 1e-12 * max(abs(least), abs(most)):  # too near each other for a division
+            beside = max(0.5, 1e-3 * abs(least))
+            least, most = least - beside, most + beside
+        style: Any = {"color": "#0072B2", "log": len(finite) > 0}
+        axes.hist(finite.numpy(), bins=1 if few else 50, range=(least, most), **style)
         odd = values.numel() - finite.numel()
-        axes.set_title(f"{name}{f' ({odd} not finite)' if odd else ''}", loc="left", fontsize=8)
+        odd_ones = f" ({odd} not finite)" if odd else ""
+        axes.set_title(f"{name}{odd_ones}", loc="left", fontsize=8, parse_math=False)
         axes.tick_params(which="both", labelsize=7)
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.get_offset_text().set_fontsize(7)
         axes.spines[["top", "right"]].set_visible(False)
-    picture.suptitle(title, x=0.005, ha="left", fontsize=11)
+    picture.suptitle(title, x=0.005, ha="left", fontsize=11, parse_math=False)
     save_picture(path, picture)

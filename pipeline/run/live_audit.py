@@ -4,23 +4,24 @@ It has the lowest priority, so it takes what the ranks leave of the cores of ran
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO
 
-from ...conf.schema import TrainConfig
 from ...stages.files import reason
-from ...stages.units import parse_duration
+from ..distributed import rank as started
 from ..runtime.report import Report
 from .run_folder import RunFolder, step_of
 
 _NICEST = 19
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MOST_BYTES = 4096  # of what an audit said that the run repeats
 
 
 class LiveAudit:
@@ -30,57 +31,77 @@ class LiveAudit:
         result: Steps that were repeated, and those of them that differed."""
 
     def __init__(
-        self, folder: RunFolder, config: TrainConfig, *, runs: bool, tell: Callable[[str], None]
+        self, folder: RunFolder, *, seconds: float, digest_every: int, tell: Callable[[str], None]
     ) -> None:
-        """``runs``: on this rank, if ``config`` asks for it."""
-        self._folder, self._digest_every, self._tell = folder, config.digest.every or 1, tell
-        every = config.audit.every if runs else None
-        self._seconds = math.inf if every is None else parse_duration(every, name="audit.every")
+        self._folder, self._seconds, self._digest_every, self._tell = folder, seconds, digest_every, tell
         self.result: dict[str, list[int]] = {"steps": [], "differ": []}
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._step, self._last = 0, time.monotonic()
+        self._files: list[IO[bytes]] = []  # standard output and errors of the process
 
     def after(self, report: Report) -> None:
         """See whether an audit has ended, and whether it is time for the next."""
         if self._process is not None:
-            if self._process.poll() is not None:
-                self._read(self._process)
-                self._process, self._last = None, time.monotonic()
+            self._see(self._process)
         elif time.monotonic() - self._last >= self._seconds:
             checkpoints = self._folder.whole_checkpoints()
             begin = step_of(checkpoints[0]) if checkpoints else report.step + 1
             steps = [n for n in range(begin, report.step + 1) if (n + 1) % self._digest_every == 0]
             if steps:
-                self._begin(random.SystemRandom().choice(steps))
+                self._begin(random.SystemRandom().choice(steps), begin)
 
     def close(self) -> None:
-        """End an audit that is on its way."""
+        """Take the result of an audit that has ended, and end one that is on its way."""
+        if self._process is not None:
+            self._see(self._process)
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
             self._process = None
+        for file in self._files:
+            file.close()
 
-    def _begin(self, step: int) -> None:
-        self._step = step
-        command = [sys.executable, "-m", "penstock", "audit", str(self._folder.path)]
-        command += [f"step={step}", f"seed={step}"]
-        how: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    def _begin(self, step: int, checkpoint: int) -> None:
+        self._step, self._last = step, time.monotonic()
+        package = __name__.partition(".")[0]
+        command = [sys.executable, "-P", "-m", started.__name__, package, "audit", str(self._folder.path)]
+        command += [f"step={step}", f"seed={step}", f"oldest={checkpoint}"]
         environment = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            started.LAUNCHER: str(os.getpid()),
+        }
         try:
+            self._files = [tempfile.TemporaryFile() for _ in range(2)]
+            out, errors = self._files
             self._process = subprocess.Popen(
-                command, env=environment, start_new_session=True, text=True, **how
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=errors
             )
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICEST)
         except OSError as error:
-            self._tell(f"audit.every=: no process could be started ({reason(error)})")
-            self._seconds = math.inf
+            self._tell(f"audit.every=: no audit could be started ({reason(error)})")
+            return
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICEST)
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        said = process.communicate()[0].strip()
-        if process.returncode not in (0, 1):
-            self._tell(f"audit.every=: step {self._step} could not be repeated: {said}")
+    def _see(self, process: subprocess.Popen[bytes]) -> None:
+        """Take the result of ``process`` if it has ended."""
+        if process.poll() is None:
+            return
+        self._process, self._last = None, time.monotonic()
+        said, errors = map(_text_of, self._files)
+        differs = process.returncode == 1 and said.startswith(f"step {self._step} (")  # no error of Python's
+        if process.returncode and not differs:
+            why = errors.splitlines()[-1] if errors else f"it ended with {process.returncode}"
+            self._tell(f"audit.every=: step {self._step} could not be repeated: {why}")
             return
         self.result["steps"].append(self._step)
-        if process.returncode:
+        if differs:
             self.result["differ"].append(self._step)
             self._tell(f"audit.every=: {said}")
+
+
+def _text_of(file: IO[bytes]) -> str:
+    """Return the end of what was written to a file, and close it."""
+    with file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_BYTES))
+        return file.read().decode(errors="replace").strip()

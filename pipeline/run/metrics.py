@@ -123,11 +123,14 @@ def _together(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read ``metrics.jsonl``; the last line of a run that was killed may be half there, and is left out."""
-    *whole, _ = path.read_text(encoding="utf-8").split("\n")
     try:
-        return [json.loads(line) for line in whole]
+        *whole, _ = path.read_text(encoding="utf-8").split("\n")
+        lines = [json.loads(line) for line in whole]
+        if not all(isinstance(line, dict) and isinstance(line.get("step"), int) for line in lines):
+            raise ValueError("a line is no object with a step")
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}; take it from the run again") from error
+    return lines
 
 
 def step_line(report: Report) -> dict[str, Any]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import random
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from ...compression.codec import LOSSY_CODECS
 from ...compression.errors import ConfigError
+from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
 from ...stages.files import refusing
 from ...stages.plan.plan import Plan
@@ -35,8 +39,10 @@ from .layer_tensors import (
     OF_MICRO_BATCH,
     LayerTensor,
     LayerTensors,
+    copied,
     draw_histograms,
     in_order,
+    numbers_of,
     stop_before,
 )
 from .metrics import read_lines
@@ -57,12 +63,29 @@ ANEW = (
 )  # fmt: skip
 """Options of a run that its replay does not take over: how it was cut and watched."""
 OF_THE_CUT = ("stages", "cuts", "schedule", "extra_in_flight", "codec", "checkpoint", "eval")
-"""Those of them that it does where bits depend on the cut, which is then that of the run."""
+"""Those that it does take over where bits depend on the cut, which is then that of the run."""
 SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 TIERS = ("device", "packed", "host")
 MORE_STEPS = 4  # that are compared after the first that differs
 
 Line = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A start of a run: its first step, its options as stored and read, and its plan."""
+
+    step: int
+    stored: Mapping[str, Any]
+    config: TrainConfig
+    plan: Plan
+
+    @property
+    def depends_on_cut(self) -> bool:
+        """True if bits depend on how the model is cut, and into what schedule."""
+        clips = self.config.clip.norm is not None and self.config.clip.scope == "stage"
+        codecs = {self.plan.codec, *self.plan.named_codecs.values()}
+        return self.config.streams or clips or not codecs.isdisjoint(LOSSY_CODECS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +124,8 @@ def replay(
 
     Raises:
         ConfigError: The run has no such step or layer, or is not one that can be repeated."""
+    if isinstance(options, str | Mapping) or not all("=" in str(one) for one in options):
+        raise ConfigError(f"options is a list such as ['stages=2'], found {options!r}; write KEY=VALUE in it")
     tell, differs = functools.partial(warnings.warn, stacklevel=3), False
     for repeated in replayed(Path(run), step, options, tell=tell, show=show):
         if repeated.difference and not differs:
@@ -114,18 +139,21 @@ def replay(
 
 def replayed(
     run: Path, step: int, options: Sequence[str] = (), *, tell: Callable[[str], None],
-    begin: int | None = None, show: str | None = None, stop: str | None = None,
+    begin: int | None = None, oldest: int = 0, show: str | None = None, stop: str | None = None,
 ) -> Generator[RepeatedStep]:  # fmt: skip
     """Repeat the steps from the newest checkpoint at or before ``step`` to it; the pipeline is there until it
     ends.
 
     Args:    options: KEY=VALUE as for ``penstock train``, in the place of the run's own.
              begin: begin at or before this step; None: the last one possible.
+             oldest: refuse to begin before this step.
              show: the layer or module of whose tensors copies are taken.
              stop: the layer or module ahead of which ``step`` opens a debugger.
     Raises:  ConfigError: the run has no such step, or is not one that can be repeated."""
     folder = RunFolder(path=run)
-    was, config = _options(folder, options, tell)
+    starts = _starts(folder, until=step)
+    start = starts[-1]
+    was, config = start.config, _options(folder, start, options, tell)
     steps = {line["step"]: {**line, "loss": _hex(line["loss"]), "values": {}} for line in _metrics(folder)}
     on_record = steps | (recorded(run) if folder.digests.is_file() else {})
     if step not in steps:
@@ -137,10 +165,16 @@ def replayed(
         for key, there in getattr(was, name).items():
             if mine.get(key) != there:
                 tell(f"bits may differ: {name}.{key}={mine.get(key)} was {there}")
-    given = _on_one_rank(Plan.load(folder.plan)) if _needs_cut(was) else None
+    given = _on_one_rank(start.plan) if start.depends_on_cut else None
     with contextlib.ExitStack() as stack:
         private = stack.enter_context(folder.private())
         source = resolve(config, private, tell, threads=config.threads)
+        begins = source.checkpoint.step if source else 0
+        if begins < oldest:
+            raise ConfigError(
+                f"the checkpoint of step {oldest} in {run} is gone; keep more (checkpoint.keep=)"
+            )
+        _check_starts(run, starts, begins)
         with console.planning():
             plan, pipe = build_run(config, samples, private, given=given, source=source)
         assert pipe is not None, "one process has it whole"
@@ -183,9 +217,52 @@ def replayed(
                 return
 
 
-def _needs_cut(config: TrainConfig) -> bool:
-    """Return whether bits depend on how the model is cut, and into what schedule."""
-    return config.streams or config.codec in LOSSY_CODECS or config.clip.scope == "stage"
+def _starts(folder: RunFolder, *, until: int) -> list[Start]:
+    """Return the starts of a run up to a step; of a run without a record the options and plan that it has."""
+    try:
+        lines = read_lines(folder.starts) if folder.starts.is_file() else []
+        found = [
+            Start(
+                step=line["step"],
+                stored=line["config"],
+                config=folder.read_config(stored=line["config"]),
+                plan=Plan.of_json(dict(line["plan"]), str(folder.starts)),
+            )
+            for line in lines
+            if line["step"] <= until
+        ]
+        if found:
+            return found
+        if not folder.config.is_file():
+            raise ConfigError(f"{folder.path} has no {folder.config.name}; name the folder of a run")
+        return [Start(step=0, stored={}, config=folder.read_config(), plan=Plan.load(folder.plan))]
+    except (OmegaConfBaseException, yaml.YAMLError, KeyError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{folder.path} has damaged options: {reason}; take them from the run again"
+        ) from error
+
+
+def _check_starts(run: Path, starts: Sequence[Start], begins: int) -> None:
+    """Refuse to repeat steps through a start at which options changed, or a stream was drained."""
+    for before, after in pairwise([None, *starts]):
+        assert after is not None, "only the first is none"
+        if after.step <= begins:
+            continue
+        changed = "the run went on from another one"
+        if before is not None:
+            pairs = (dict(flat(dataclasses.asdict(one.config))) for one in (before, after))
+            there, here = pairs
+            keys = [key for key in here if here[key] != there.get(key)]
+            other = [k for k in keys if kind_of(k, after.config, here[k], there.get(k)) != "free"]
+            if not (other or after.depends_on_cut):
+                continue
+            changed = f"{other[0]}={here[other[0]]} was {there.get(other[0])}" if other else "the run went on"
+        raise ConfigError(
+            f"a replay begins at a checkpoint behind the last start that changes bits, found none of step "
+            f"{after.step} in {run}, where {changed}; name a step before it, or keep checkpoints "
+            "(checkpoint.keep=)"
+        )
 
 
 def _on_one_rank(plan: Plan) -> Plan:
@@ -237,8 +314,7 @@ def compared(
     Yields: from the first step that differs on, ``MORE_STEPS`` after it, too: the difference, and what the
             layers of both returned; nothing if all is the same up to the step that is ``known``."""
     begin, same, first = 0 if known.same is None else known.same + 1, None, None
-    ends = (read_lines(RunFolder(path=run).metrics)[-1]["step"] for run in (one, other))
-    last = min(known.step + MORE_STEPS, *ends)
+    last = min(known.step + MORE_STEPS, *(_last_step(run, known.step) for run in (one, other)))
     both = [replayed(run, last, tell=tell, begin=begin, show="") for run in (one, other)]
     with contextlib.closing(both[0]) as ours, contextlib.closing(both[1]) as theirs:
         mine = next(ours)
@@ -259,6 +335,14 @@ def compared(
             same = repeated.step
 
 
+def _last_step(run: Path, step: int) -> int:
+    """Return the last step of the run that follows a step without another start."""
+    folder = RunFolder(path=run)
+    starts = [one.step for one in _starts(folder, until=sys.maxsize) if one.step > step]
+    steps = [line["step"] for line in _metrics(folder)]
+    return min([*starts, max(steps, default=step) + 1]) - 1
+
+
 def _in_order(repeated: RepeatedStep) -> list[LayerTensor]:
     return [] if repeated.tensors is None else in_order(repeated.tensors.found)
 
@@ -277,40 +361,46 @@ class Audit:
 
 
 def audited(
-    run: Path, *, steps: int, seed: int, tell: Callable[[str], None], step: int | None = None
+    run: Path, *, steps: int, seed: int, tell: Callable[[str], None], step: int | None = None, oldest: int = 0
 ) -> Iterator[Audit]:
     """Replay so many steps on record, drawn at random, or ``step``, each on a cut, schedule and tier drawn at
     random.
 
-    Raises:  ConfigError: there is nothing on record."""
+    Raises:  ConfigError: there is nothing on record, or not what a replay computes."""
     folder, draw = RunFolder(path=run), random.Random(seed)
-    on_record = sorted(recorded(run))
-    was = folder.read_config()
-    if was.replicas.several and not was.replicas.exact:
+    last = _starts(folder, until=sys.maxsize)[-1].config
+    if last.streams:
         raise ConfigError(
-            f"{run} summed gradients over replicas in another order than a replay does, so it cannot be "
-            "audited; train with replicas.exact=true"
+            f"an audit compares digests of steps, and {run} has micro-batches of several in flight; repeat "
+            "single steps with penstock replay"
         )
+    on_record = sorted(recorded(run))
     if step is not None and step not in on_record:
         raise ConfigError(f"step={step} is not on record in {folder.digests}; name one that is, or none")
-    most = Plan.load(folder.plan).num_stages  # so many the model can be cut into
     drawn = draw.sample(on_record, min(steps, len(on_record))) if step is None else [step]
-    for step in sorted(drawn):
+    for number in sorted(drawn):
+        start = _starts(folder, until=number)[-1]
+        if start.config.replicas.several and not start.config.replicas.exact:
+            raise ConfigError(
+                f"{run} summed gradients over replicas in another order than a replay does, so it cannot be "
+                "audited; train with replicas.exact=true"
+            )
+        most = start.plan.num_stages  # so many the model can be cut into
         options = [f"stages={draw.randint(1, most)}", f"schedule={draw.choice(SCHEDULES)}"]
-        options = [] if _needs_cut(was) else [*options, f"memory.tier={draw.choice(TIERS)}"]
-        one = _first_difference(run, step, options, tell)
+        options = [] if start.depends_on_cut else [*options, f"memory.tier={draw.choice(TIERS)}"]
+        one = _first_difference(run, number, options, tell, oldest=oldest)
         if one is None:
-            yield Audit(step=step, options=options, difference=None)
+            yield Audit(step=number, options=options, difference=None)
         else:
             other = _first_difference(run, one.step, options, tell)
             same = other is not None and other.line == one.line
-            yield Audit(step=step, options=options, difference=one.difference, repeats=same)
+            yield Audit(step=number, options=options, difference=one.difference, repeats=same)
 
 
 def _first_difference(
-    run: Path, step: int, options: Sequence[str], tell: Callable[[str], None]
+    run: Path, step: int, options: Sequence[str], tell: Callable[[str], None], *, oldest: int = 0
 ) -> RepeatedStep | None:
-    with contextlib.closing(replayed(run, step, options, tell=tell)) as steps:
+    with contextlib.closing(replayed(run, step, options, tell=tell, oldest=oldest)) as steps:
         return next((repeated for repeated in steps if repeated.difference), None)
 
 
@@ -323,10 +413,12 @@ def show(repeated: RepeatedStep, name: str, path: Path) -> None:
     modules = {
         one.module for one in _in_order(repeated) if one.module.replace(".", "_") == one.layer.strip("_")
     }
-    for full, (tensor, state) in states_of(repeated.pipe).items():
-        if any(f"{full}.".startswith(f"{inside}.") for inside in (name, *modules)):
-            every = {"weights": tensor, "gradients": tensor.grad, **(state or {})}
-            found |= {f"{full} {kind}": one for kind, one in every.items() if isinstance(one, Tensor)}
+    with repeated.pipe.parameters_resident():
+        for full, (tensor, state) in states_of(repeated.pipe).items():
+            if any(f"{full}.".startswith(f"{inside}.") for inside in (name, *modules)):
+                every = {"weights": tensor, "gradients": tensor.grad, **(state or {})}
+                kept = {kind: copied(one) for kind, one in every.items() if isinstance(one, Tensor)}
+                found |= {f"{full} {kind}": one for kind, one in kept.items()}
     if not found:
         names = [*repeated.line["values"]]
         ends = f"run from {names[0]} to {names[-1]}"
@@ -335,17 +427,18 @@ def show(repeated: RepeatedStep, name: str, path: Path) -> None:
     for kind, tensor in found.items():
         if not tensor.numel():
             continue
-        values = tensor.detach().double().flatten()
+        values = numbers_of(tensor)
         figures = (values.mean(), values.std(correction=0), values.min(), values.max())
         shares = ((values == 0).double().mean(), (~values.isfinite()).double().mean())
         cells = (*(f"{one:.3g}" for one in figures), *(f"{one:.0%}" for one in shares))
-        of, _, micro_batch = kind.partition(OF_MICRO_BATCH)
+        of, mark, micro_batch = kind.rpartition(OF_MICRO_BATCH)
+        of, micro_batch = (of, micro_batch) if mark else (kind, "")
         rows.append((of, micro_batch, "x".join(map(str, tensor.shape)), *cells))
     names = ("tensor", "micro-batch", "shape", "mean", "std", "least", "most", "zeros", "NaN/inf")
     console.screen(width_of_a_log=150).print(table(names, rows, left=names[:1]))
     with refusing(path.parent):
         path.parent.mkdir(exist_ok=True)
-    write_tensors(path, {kind: tensor.detach().cpu().contiguous() for kind, tensor in found.items()})
+    write_tensors(path, {kind: tensor.contiguous() for kind, tensor in found.items()})
     picture = path.with_suffix(".png")
     draw_histograms(found, picture, title=f"Step {repeated.step}, {name}")
     print(f"{console.short(path)}\n{console.short(picture)}")
@@ -355,7 +448,11 @@ def first_not_finite(run: Path) -> int:
     """Return the first step whose loss is no number.
 
     Raises:  ConfigError: every loss is one."""
-    for line in _metrics(RunFolder(path=run)):
+    folder = RunFolder(path=run)
+    lines = _metrics(folder)
+    if lines and _starts(folder, until=0)[0].config.streams:  # whose first steps may end no micro-batch
+        lines = [*itertools.dropwhile(lambda line: line["loss"] is None, lines)] or lines
+    for line in lines:
         if line["loss"] is None:
             return int(line["step"])
     raise ConfigError(f"step=nan is the first step whose loss is no number, and {run} has none; name a step")
@@ -368,26 +465,34 @@ def _metrics(folder: RunFolder) -> list[Line]:
 
 
 def _options(
-    folder: RunFolder, changes: Sequence[str], tell: Callable[[str], None]
-) -> tuple[TrainConfig, TrainConfig]:
-    """Return the options of a run, and those of its replay."""
-    if not folder.config.is_file():
-        raise ConfigError(f"{folder.path} has no {folder.config.name}; name the folder of a run")
+    folder: RunFolder, start: Start, changes: Sequence[str], tell: Callable[[str], None]
+) -> TrainConfig:
+    """Return the options of a replay of the steps after ``start``."""
+    was, keeps = start.config, start.depends_on_cut
     try:
-        was = folder.read_config()
-        keeps = _needs_cut(was)
         without = {*ANEW} - {*OF_THE_CUT} if keeps else ANEW
         own = [] if was.streams else ["schedule=1f1b"] if keeps else ["codec=raw"]
-        now = folder.read_config(without=without, changes=["ranks=1", *own, *changes])
+        stored = start.stored or None
+        now = folder.read_config(without=without, changes=["ranks=1", *own, *changes], stored=stored)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"{' '.join(changes) or folder.config} does not fit penstock train: {reason}"
         ) from error
     early.check(now, changes)
-    if keeps and (typed := [key for key in early.keys_of(changes) if key.partition(".")[0] in ASKED]):
-        found = f"schedule={was.schedule} codec={was.codec} clip.scope={was.clip.scope}"
-        raise ConfigError(f"a replay of a run with {found} keeps its cut, found {typed[0]}=; leave it out")
+    typed = [key.partition(".")[0] for key in early.keys_of(changes)]
+    if "resume" in typed:
+        raise ConfigError("a replay begins at a checkpoint of its run, found resume=; leave it out")
+    if keeps and (others := [key for key in typed if key in ASKED and key != "memory"]):
+        names = ("schedule", "weights", "codec", "clip.scope")
+        asked = dict(flat(dataclasses.asdict(was)))
+        found = " ".join(f"{name}={asked[name]}" for name in names)
+        raise ConfigError(f"a replay of a run with {found} keeps its cut, found {others[0]}=; leave it out")
+    if was.codec == AUTO and not {*LOSSY_CODECS}.isdisjoint(start.plan.named_codecs.values()):
+        raise ConfigError(
+            f"codec=auto of {folder.path} could turn off the lossy codecs of its plan by measurement, which "
+            "no replay repeats; name one codec= for all, or lossless ones in the plan"
+        )
     if now.streams and not was.streams:
         raise ConfigError(f"schedule={now.schedule} is another training than {folder.path}; leave it out")
     if isinstance(was.device, list):
@@ -405,7 +510,7 @@ def _options(
             )
         if kind == "said":
             tell(f"bits may differ: {key}={mine} was {there.get(key)}")
-    return was, now
+    return now
 
 
 def _source(folder: RunFolder, config: TrainConfig, step: int, tell: Callable[[str], None]) -> str | None:

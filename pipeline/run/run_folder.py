@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class RunFolder:
     memory_table = _File("memory.csv")  # what every layer saves for its backward
     metrics = _File("metrics.jsonl")  # one JSON object a step
     digests = _File("digests.jsonl")  # of what each step left, with digest.every=
+    starts = _File("starts.jsonl")  # of each start its first step, options and plan
     world = _File("world.jsonl")  # which rank on which host held what, from which step on; with the former
     summary = _File("summary.json")  # what the closing table shows
     timeline = _File("timeline.png")  # the last step, drawn
@@ -137,7 +138,7 @@ class RunFolder:
 
         Args:   resumes: this is that run, which goes on; its metrics stay.
         """
-        begun = self.metrics, self.timeline, self.trace, self.shares, self.digests, self.world
+        begun = self.metrics, self.timeline, self.trace, self.shares, self.digests, self.starts, self.world
         left = [*(path for path in begun if path.exists() and not resumes), *self.errors.glob("*")]
         with refusing(self.path):
             for path in left:
@@ -205,10 +206,16 @@ class RunFolder:
                 error.args = (str(error).replace(str(folder.errors), str(self.errors)),)
                 raise
 
-    def read_config(self, *, without: Collection[str] = (), changes: Sequence[str] = ()) -> TrainConfig:
-        """Return the configuration that ``save`` or ``tell`` wrote, ``without`` some of its options, and with
-        ``changes``, KEY=VALUE."""
-        content: Any = OmegaConf.create(self.config.read_text())
+    def read_config(
+        self,
+        *,
+        without: Collection[str] = (),
+        changes: Sequence[str] = (),
+        stored: Mapping[str, Any] | None = None,
+    ) -> TrainConfig:
+        """Return the configuration that ``save`` or ``tell`` wrote, or ``stored``, ``without`` some of its
+        options, and with ``changes``, KEY=VALUE."""
+        content: Any = OmegaConf.create(self.config.read_text() if stored is None else dict(stored))
         for name in without:
             content.pop(name, None)
         asked = OmegaConf.from_dotlist([*changes])

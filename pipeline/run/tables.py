@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from ...compression.names import show_codec
 from ...stages.memory.byte_budget import NAMES
@@ -37,7 +38,7 @@ def table(
     for name in names:
         drawn.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(Text, row))  # names may look like markup
     return drawn
 
 
@@ -228,7 +229,7 @@ def _codecs(summary: Mapping[str, Any]) -> list[str]:
         seconds = f"{turn['measured']:.3f} s a step (predicted {turn['predicted']:.3f})"
         turns.append(f"{TURNS.get(name, name)}{depth}: {seconds}{', chosen' * bool(turn['stayed'])}")
     shown = [f"{flow['value']} {ways[flow['way']]} {flow['codec']}" for flow in flows]
-    chosen = [f"codec=auto: {'; '.join(shown)}"] if searched else []
+    chosen = [f"codec=auto: {'; '.join(shown)}"] if searched and shown else []
     return [*chosen, f"{'codec' if searched else 'extra_in_flight'}=auto compared {'; '.join(turns)}"]
 
 

@@ -21,6 +21,7 @@ from ...compression.names import AUTO
 from ...conf.schema import TrainConfig
 from ...stages.files import save_json
 from ...stages.plan.plan import Plan
+from ...stages.units import parse_duration
 from ..data.batches import BatchIndex, BatchReader, Needs, PartTable, Table
 from ..data.cached import CachedDataset, CacheReader, cache_reader, sample_source
 from ..data.image_folder import Files
@@ -314,21 +315,30 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             JsonLog(path, tell=tell, first=pipe.num_steps) as metrics,
             JsonLog(folder.digests if first and every else None, tell=tell, first=pipe.num_steps) as digests,
             JsonLog(folder.world if first and every else None, tell=tell, first=pipe.num_steps) as world,
+            JsonLog(folder.starts if first else None, tell=tell, first=pipe.num_steps) as starts,
             shares_log(pipe, folder.shares if first else None, tell=tell) as log_shares,
             Loggers(names, folder.path, first=pipe.num_steps, options=options, tell=tell) as loggers,
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell, best_step=best_step) as kept,
             hearing(pipe.world.group, lambda number: setattr(pipe, "asked", number)),
             contextlib.closing(loads) as batches,
-            contextlib.closing(LiveAudit(folder, config, runs=first, tell=tell)) as audit,
+            _live_audit(config, folder if first else None, tell=tell) as audit,
         ):
             totals.load(notes.get("totals"))
-            kept.notes = lambda: {"config": options, "totals": vars(totals), "judge": judge.state()}
+            if audit is not None:
+                audit.result |= notes.get("audit", {})
+            audited = {} if audit is None else {"audit": audit.result}
+            noted: Any = {"config": options, "totals": vars(totals), **audited}
+            kept.notes = lambda: noted | {"judge": judge.state()}
+            starts.append({
+                "step": pipe.num_steps, "config": options | folder.held_now(config), "plan": plan.to_json()
+            })  # fmt: skip
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
             see += [foretell(plan, tell), overrun(plan, tell)]
             if every:
                 layers = config.digest.layers
                 see.append(record_digests(pipe, digests, world=world, every=every, layers=layers, tell=tell))
-            see += [loggers.step, judge.step, kept.after, audit.after]
+            see += [loggers.step, judge.step, kept.after]
+            see += [audit.after] if audit is not None else []
             see += [lambda report: stop(report.asked) if report.asked else None, log_shares]
             test = run_epochs(pipe, ahead, batches, judge, see=see, between=between, tested=tested)
     pipe.drain()
@@ -352,8 +362,22 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         facts |= {"turns": [dataclasses.asdict(turn) for turn in pipe.policy.turns], "flows": flows}
         facts |= {"prediction": prediction.compare(plan, panel, totals, rates=pipe.policy.rates)}
         facts |= {"resumed_from": resumed, "data": data, "ended_early": judge.ended or None}
-        facts |= {"audit": audit.result} if config.audit.every else {}
+        facts |= audited
         save_json(folder.summary, summarise(totals, plan, sizes=sizes, test=test, **facts))
+
+
+@contextlib.contextmanager
+def _live_audit(
+    config: TrainConfig, folder: RunFolder | None, *, tell: Callable[[str], None]
+) -> Iterator[LiveAudit | None]:
+    """The audits of a run in ``folder``, if ``config`` asks for them."""
+    if folder is None or config.audit.every is None:
+        yield None
+        return
+    seconds = parse_duration(config.audit.every, name="audit.every")
+    every = config.digest.every or 1
+    with contextlib.closing(LiveAudit(folder, seconds=seconds, digest_every=every, tell=tell)) as audit:
+        yield audit
 
 
 def check_samples(config: TrainConfig, samples: Samples) -> None:

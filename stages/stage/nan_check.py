@@ -83,7 +83,7 @@ class Watch:
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if not (isinstance(tensor, torch.Tensor) and tensor.dtype in CHECKED):
                 continue
-            if not (self._is_unwritten(layer, tensor) or _finite(tensor)):
+            if not (self.is_unwritten(layer, tensor) or _finite(tensor)):
                 if count := int(torch.isnan(tensor).sum()):
                     raise StageError(
                         f"detect_anomaly=true refuses NaN in the output of a layer, found {count} of "
@@ -104,8 +104,8 @@ class Watch:
                 f"{_REMEDY}"
             )
 
-    def _is_unwritten(self, layer: Layer, tensor: torch.Tensor) -> bool:
-        # memory that nobody may have written to; its first reader is checked
+    def is_unwritten(self, layer: Layer, tensor: torch.Tensor) -> bool:
+        """Return whether nobody may have written to the memory; its first reader is checked."""
         if getattr(layer.node.target, "__name__", "") in UNWRITTEN:
             self.unwritten.append(weakref.ref(tensor))
             return True

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -92,7 +93,8 @@ def test_a_run_without_checkpoints_or_digests_is_repeated_from_the_beginning(cap
     trained(f"{JOB} ranks=1 digest.every=null hydra.run.dir=run")
     code, shown, _ = answer("replay run step=2", capfd)
     assert code == 0
-    assert "the same loss as on record; it has no digests there" in shown
+    assert "the same loss as on record, which has no digests of this step" in shown
+    Path("run", "starts.jsonl").unlink()  # as in a run of an older version
     config = Path("run", "config.yaml")
     config.write_text(re.sub(r"(?m)^  torch: .*$", "  torch: 1.2.3", config.read_text()))
     assert re.search(r"bits may differ: versions.torch=\S+ was 1.2.3", answer("replay run step=2", capfd)[2])
@@ -108,7 +110,10 @@ def test_a_run_that_went_on_from_another_is_repeated_from_there_with_sparse_dige
     code, shown, _ = answer("replay two step=10", capfd)
     assert code == 0
     assert "step 10: " in shown
-    assert "the same loss as on record; it has no digests there; 2 compared before it, the same" in shown
+    assert (
+        "the same loss as on record, which has no digests of this step; 2 compared before it, the same"
+        in shown
+    )
     assert "two has steps 6 to 15 in metrics.jsonl, found step=3" in refusal(
         "two step=3", capfd, name="replay"
     )
@@ -159,7 +164,7 @@ def test_one_flipped_bit_in_a_forward_is_found_at_its_layer_and_micro_batch(monk
     code, shown, _ = answer("audit run steps=16", capfd)
     assert code == 1
     assert shown.count("as on record") == 13  # all but those from step 5 to the next checkpoint
-    assert "layer _2 (2), in micro-batch 2, is the first whose output differs; no layer before it" in shown
+    assert "layer _2 (2), in micro-batch 2, is the first whose output differs\n" in shown
     assert re.search(r"  layer _2 was computed by rank 0 \(stage 0\) on \S", shown), shown
 
 
@@ -192,7 +197,7 @@ def test_a_step_of_a_stream_is_repeated_from_its_checkpoint_or_from_the_beginnin
             shutil.rmtree("run/checkpoints")
         code, shown, _ = answer(f"replay run step={step}", capfd)
         assert code == 0
-        assert f"step {step}: loss {losses[step]}; the same loss as on record; it has no digests" in shown
+        assert f"step {step}: loss {losses[step]}; the same loss as on record, which has no digests" in shown
     lines = Path("run/metrics.jsonl")
     lines.write_text(lines.read_text().replace(repr(losses[8]), repr(losses[8] + 1e-6)))
     code, shown, _ = answer("replay run step=15", capfd)
@@ -218,24 +223,85 @@ def test_an_audit_beside_a_run_is_a_process_that_repeats_a_step_after_the_newest
     job = f"{JOB} {FAULTY} ranks=2 audit.every=1h"
     trained(f"{job} checkpoint.every=12 hydra.run.dir=run")
     assert summary("run")["audit"] == {"steps": [], "differ": []}
-    config, told = RunFolder(path=Path("run")).read_config(), list[str]()
     report: Any = SimpleNamespace(step=15)
-    config.audit.every, config.digest.every = "0.001s", 4  # of those after step 12 one is on record
-    for faults in (1, 0):
-        audit = LiveAudit(RunFolder(path=Path("run")), config, runs=True, tell=told.append)
-        while not audit.result["steps"]:
+
+    def audited(folder):
+        told = list[str]()
+        options: Any = {"seconds": 0.0, "digest_every": 4}  # of the steps after 12 one is on record
+        audit, until = LiveAudit(RunFolder(path=Path(folder)), tell=told.append, **options), time.time() + 90
+        while not (audit.result["steps"] or told) and time.time() < until:
             time.sleep(0.1)
             audit.after(report)
-        assert audit.result == {"steps": [15], "differ": [15] * faults}
-        if faults:  # as if the run had computed right
-            assert "step 13 is the first that differs" in told[0]
-            assert "0.weight was computed by rank 0" in told[0]
-            monkeypatch.setenv("FLIP", "13 192 20")
-    assert len(told) == 1
+        audit.close()
+        return audit.result, told
+
+    result, told = audited("run")
+    assert result == {"steps": [15], "differ": [15]}
+    assert "step 13 is the first that differs" in told[0]
+    assert "0.weight was computed by rank 0" in told[0]
+    monkeypatch.setenv("FLIP", "13 192 20")  # the audit computes wrongly, too
+    assert audited("run") == ({"steps": [15], "differ": []}, [])
+    Path("mine.py").write_text(PLANTED + "\nraise MemoryError('none left')\n")
+    result, told = audited("run")
+    assert result == {"steps": [], "differ": []}
+    assert "step 15 could not be repeated" in told[0]
+    assert "none left" in told[0]
     shutil.rmtree("run/checkpoints")
+    audit = LiveAudit(RunFolder(path=Path("run")), seconds=0, digest_every=1, tell=print)
     audit.after(report)
     audit.close()
-    assert audit.result["steps"] == [15]
+    assert audit.result["steps"] == []
+
+
+def test_a_run_audits_itself_and_ends_an_audit_that_is_on_its_way(capfd):
+    job = JOB.replace("epochs=2", "epochs=60") + " optimizer=adamw checkpoint.every=5 checkpoint.keep=999"
+    trained(f"{job} ranks=1 audit.every=0.1s hydra.run.dir=run")
+    shown = capfd.readouterr().out
+    assert "audit.every=" not in shown, shown
+    assert summary("run")["audit"]["differ"] == []
+    own = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert not [pid for pid in own if b"audit" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+
+
+def test_steps_before_a_start_with_other_options_are_repeated_with_theirs(capfd):
+    job = JOB.replace("epochs=2", "") + " optimizer=adamw scheduler=cosine ranks=1 hydra.run.dir=run"
+    trained(f"{job} epochs=2 checkpoint.every=8 checkpoint.keep=9")
+    for left in ("summary.json", "model.safetensors"):
+        Path("run", left).unlink()
+    shutil.rmtree("run/checkpoints/step_00000016")
+    trained(f"{job} epochs=4 resume=auto checkpoint.every=100")
+    code, shown, _ = answer("audit run steps=32", capfd)
+    assert code == 0
+    assert shown.count("as on record") == 32
+    shutil.rmtree("run/checkpoints/step_00000008")
+    assert answer("replay run step=7", capfd)[0] == 0
+    said = refusal("run step=9", capfd, name="replay")
+    assert "found none of step 8 in run, where epochs=4 was 2; name a step before it" in said
+    trained(f"{JOB} optimizer=adamw codec=bf16 ranks=3 checkpoint.every=8 hydra.run.dir=lossy")
+    for left in ("summary.json", "model.safetensors"):
+        Path("lossy", left).unlink()
+    shutil.rmtree("lossy/checkpoints/step_00000016")
+    trained(f"{JOB} optimizer=adamw codec=bf16 ranks=2 resume=auto hydra.run.dir=lossy")
+    assert answer("audit lossy steps=16", capfd)[0] == 0
+
+
+DRAWN = """
+class Dropped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(12, 4)
+    def forward(self, x):
+        mask = x.new_empty(x.shape)
+        return self.layer(x * mask.fill_(0.5))
+"""
+
+
+def test_memory_that_nobody_wrote_to_has_no_digest(capfd):
+    Path("mine.py").write_text(PLANTED + DRAWN)
+    trained(f"{JOB.replace('mine.Net', 'mine.Dropped')} digest.layers=true optimizer=sgd hydra.run.dir=run")
+    line = json.loads(Path("run/digests.jsonl").read_text().splitlines()[0])
+    assert "new_empty" not in {row[0] for row in line["layers"]}
+    assert answer("audit run steps=3", capfd)[0] == 0
 
 
 @pytest.mark.slow
@@ -298,7 +364,7 @@ REFUSED = {
     "replay nowhere step=1": "nowhere is no folder of a run",
     "replay . step=1": "has no config.yaml; name the folder of a run",
     "replay run step=nan show=3": "show= and break= look at a whole step",
-    "audit run steps=0": "penstock audit takes steps=, step= and seed=, numbers",
+    "audit run steps=0": "penstock audit takes steps=, step=, oldest= and seed=, numbers",
     "audit run step=99": "step=99 is not on record in run/digests.jsonl",
     "audit run run": "run run is no folder of a run",
 }

@@ -13,6 +13,7 @@ from planted import PLANTED
 from penstock import ConfigError
 from penstock.pipeline.run import digests
 from penstock.pipeline.run.digests import digest_of
+from penstock.pipeline.run.layer_tensors import draw_histograms, numbers_of
 from penstock.pipeline.run.replay import compared
 
 JOB = (
@@ -64,13 +65,17 @@ def test_lines_are_the_same_where_parameters_and_gradients_are_in_a_tier(capfd):
     job = "model=mlp model.hidden=[96,96] batch_size=32 micro_batches=4 max_steps=3 threads=1 clip.norm=0.1"
     job += " optimizer=adamw digest.every=1 digest.layers=true"
     trained(f"{job} ranks=1 hydra.run.dir=plain")
-    assert len(steps_of("plain")[2]["layers"]) == 4 * 6
+    layers = steps_of("plain")[2]["layers"]
+    assert len(layers) == 4 * 6
+    assert [row[0] for row in layers if row[-1] is None] == ["_0"] * 4  # of which there is no gradient
     shared = "replicas.count=2 replicas.exact=true replicas.shares=[3,1]"
     for tier, options in (("disk", "schedule=zb_h1 recompute=true"), ("packed", shared)):
         capfd.readouterr()
         trained(f"{job} ranks=2 memory.parameters={tier} {options} hydra.run.dir={tier}")
         assert re.search(rf"(?m)^ +\d +{tier} ", capfd.readouterr().out)
         assert diff(capfd, "plain", tier)[0] == 0
+        of_tier = steps_of(tier)[2]["layers"]
+        assert [row[:2] + row[3:] for row in of_tier] == [row[:2] + row[3:] for row in layers]
 
 
 def test_one_wrong_label_is_found_at_its_step_and_where_gradients_begin(capfd):
@@ -187,6 +192,43 @@ def test_a_digest_sees_bits_dtype_shape_and_layout():
     assert digest_of(x.clone()) == digest_of(x)
     one = torch.ones(4, 3, 1, 1)  # whose gradients have either stride, as kernels please
     assert digest_of(one) == digest_of(one.as_strided(one.shape, (3, 1, 3, 3)))
+
+
+def test_a_digest_sees_what_a_state_holds_and_no_address():
+    rows = [{"a": torch.ones(3000), "b": [1, {2: 3}]}, {"b": [1, {2: 3}], "a": torch.ones(3000)}]
+    assert digest_of(rows[0]) == digest_of(rows[1])
+    rows[1]["a"][1500] = 2
+    assert digest_of(rows[0]) != digest_of(rows[1])
+    assert digest_of({1: 1, "1": 2}) != digest_of({1: 2, "1": 1})
+
+    class Own:
+        def __init__(self, value):
+            self.value = value
+
+    assert digest_of(Own(1)) == digest_of(Own(1)) != digest_of(Own(2))
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\n", b"[]\n", b'{"step": 3}\n', b'{"step": 3, "loss": 1, "values": []}\n']
+)
+def test_a_damaged_record_is_one_sentence(content, capfd):
+    trained(f"{JOB} ranks=1 max_steps=2 hydra.run.dir=one")
+    shutil.copytree("one", "other")
+    Path("other/digests.jsonl").write_bytes(content)
+    assert "other/digests.jsonl is damaged" in refusal("one other", capfd, name="diff")
+    assert "other/digests.jsonl is damaged" in refusal("other step=1", capfd, name="replay")
+
+
+def test_histograms_of_odd_tensors_are_drawn(tmp_path):
+    odd = {
+        "near": torch.tensor([1.0, 1 + 2**-52], dtype=torch.float64), "large": torch.tensor([-1e308, 1e308]),
+        "whole": torch.tensor([2**60, 2**60 + 1]), "complex": torch.tensor([1j, 2 + 0j, complex("nan")]),
+        "none": torch.full((3,), torch.nan), r"$\frac$": torch.randn(9), "no": torch.empty(0, 2),
+        "sparse": torch.eye(3).to_sparse(),
+    }  # fmt: skip
+    draw_histograms(odd, tmp_path / "h.png", title=r"$\frac$ [/red]")
+    assert (tmp_path / "h.png").stat().st_size > 10_000
+    assert numbers_of(odd["complex"]).isnan().sum() == 1
 
 
 def test_a_folder_that_is_no_run_is_told_from_a_run_without_digests(tmp_path):
