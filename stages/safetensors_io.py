@@ -266,7 +266,19 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _name_of(dtype: torch.dtype) -> str:
     from safetensors.torch import save
 
-    return json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"]
+    try:
+        return json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"]
+    except KeyError as error:
+        raise ConfigError(f"safetensors has no {dtype}; keep this tensor in another dtype") from error
+
+
+def check_storable(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that no file takes; raises ConfigError, which names the first."""
+    for name, tensor in tensors.items():
+        try:
+            _name_of(tensor.dtype)
+        except ConfigError as error:
+            raise ConfigError(f"checkpoints and weights keep {name}: {error}") from error
 
 
 @functools.cache

@@ -165,6 +165,17 @@ def optimized_module() -> type[nn.Module] | None:
     return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
 
 
+def saved_tensors_hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """Return torch's hooks; ``torch.compile`` does not compile ``pack``, which it does around what it leaves
+    to eager mode, as an LSTM."""
+    if "torch._dynamo" in sys.modules:
+        disable: Any = torch.compiler.disable
+        pack = disable(pack)
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None

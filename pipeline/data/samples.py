@@ -244,10 +244,8 @@ def unused(part: object, batch_size: int | None) -> str:
         return ""
     notes = []
     if batch_size is not None and part.batch_size != batch_size:
-        notes.append(
-            f"the DataLoader's batch_size={part.batch_size} gives way to batch_size={batch_size}, an option "
-            "of the run"
-        )
+        own = f"batch_size={part.batch_size}" if part.batch_size else type(part.batch_sampler).__name__
+        notes.append(f"the DataLoader's {own} gives way to batch_size={batch_size}, an option of the run")
     if type(part.sampler) not in (SequentialSampler, RandomSampler):
         notes.append(
             f"the DataLoader's {type(part.sampler).__name__} is not asked: the order of samples comes from "

@@ -17,7 +17,7 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
-from ...compression.errors import PlanError
+from ...compression.errors import PlanError, StageError
 from .exchange import Packing, Transfers, expect, send, slices_of
 
 
@@ -58,6 +58,11 @@ class DdpHook(_Packed):
         """Return the mean of a bucket over the ranks, as a future."""
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         buffer, index = bucket.buffer(), bucket.index()
+        if buffer.layout is not torch.strided:
+            raise StageError(
+                "ddp_hook packs dense gradients, found sparse ones, as of nn.Embedding(sparse=True); take "
+                "sparse=False, or leave out the hook"
+            )
 
         def run() -> None:
             try:

@@ -165,8 +165,8 @@ def _refusal(optimizer: Make, named: Named, part_of: Mapping[str, int], *, in_tu
                 mirror = "with a mirror of the parameters " * in_turn
                 return (
                     f"{mirror}an optimizer works on one {'layer' if in_turn else 'stage'}'s parameters at a "
-                    f"time and {type(joint).__name__} looks at all together: {name} is updated otherwise "
-                    f"than {'in turn' if in_turn else 'apart'}; use SGD or Adam"
+                    f"time and {type(joint).__name__} looks at all together, or draws random numbers: {name} "
+                    f"is updated otherwise than {'in turn' if in_turn else 'apart'}; use SGD or Adam"
                     f"{', or leave parameters on the device' * in_turn}"
                 )
     return ""

@@ -49,6 +49,8 @@ def check(config: PlanConfig, typed: Sequence[str] = ()) -> Plan | None:
     """Return the plan that ``plan=`` names, its decisions written into ``config``; None without it.
 
     Args:   typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored."""
+    if "ranks" in config.searched and config.cluster is not None:
+        raise ConfigError(f"cluster={config.cluster} has its ranks, found ranks=auto; drop either")
     if "ranks" in config.searched:
         config.ranks = max(1, cores() // (config.threads or 1))  # at most
         if isinstance(config.device, list):
@@ -145,12 +147,11 @@ def _take_cluster(config: PlanConfig, typed: Sequence[str]) -> None:
     for key, value in {"link": config.link, "memory.device": config.memory.device}.items():
         if value is not None:
             raise ConfigError(f"cluster={config.cluster} has the memory and links of its ranks; drop {key}=")
-    if "ranks" in keys and "ranks" not in config.searched and config.ranks != number:
+    if "ranks" in keys and config.ranks != number:
         raise ConfigError(
             f"cluster={config.cluster} has {number} ranks, found ranks={config.ranks}; drop ranks="
         )
     config.ranks = number
-    config.searched = tuple(name for name in config.searched if name != "ranks")
 
 
 def load_plan(config: TrainConfig, typed: Sequence[str]) -> Plan:

@@ -177,7 +177,7 @@ def kind_of(key: str, config: TrainConfig, mine: object, there: object) -> str:
         return "refused"
     if key == "codec":
         return "said" if {mine, there} & set(LOSSY_CODECS) else "free"
-    if group == "replicas" and key != "replicas.check":
+    if group == "replicas" and key not in ("replicas.check", "replicas.sharded", "replicas.owner"):
         return "free" if config.replicas.exact or not config.replicas.several else "said"
     if key in BY_NATURE or (key in OF_THE_LENGTH and config.scheduler.get("_target_")):
         return "said"

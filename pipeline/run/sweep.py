@@ -25,6 +25,9 @@ def close(folder: Path, runs: Mapping[Path, Sequence[str]]) -> None:
     names = dict(zip(finished, _options_that_differ([runs[run.path] for run in finished]), strict=True))
     summaries = {run: run.read_summary() for run in finished}
     rows = [[run.path.name, names[run], *_row(summary)] for run, summary in summaries.items()]
+    rows += [
+        [path.name, "did not finish", *5 * "-"] for path in runs if RunFolder(path=path) not in summaries
+    ]
     heads = ("run", "options", "samples/s", "bubble", "packed", "last loss", "test accuracy")
     console.screen().print(table(heads, rows, left=heads[:2]))
     picture = folder / "sweep.png"
@@ -35,7 +38,7 @@ def close(folder: Path, runs: Mapping[Path, Sequence[str]]) -> None:
 def _options_that_differ(typed: Sequence[Sequence[str]]) -> list[str]:
     """Return for each run the options that not all runs have."""
     everywhere = set(typed[0]).intersection(*typed)
-    return [" ".join(option for option in options if option not in everywhere) for options in typed]
+    return [" ".join(one.lstrip("+") for one in options if one not in everywhere) for options in typed]
 
 
 def _row(summary: Mapping[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ from ...conf.schema import AGAIN, MEASURED, TrainConfig
 from ...stages.device import grad_scaler
 from ...stages.memory.disk import DiskOptions
 from ...stages.plan.plan import Plan
+from ...stages.safetensors_io import check_storable
 from ...stages.seeds import TURN
 from ..data.samples import Samples
 from ..distributed.failure import Lost, leave
@@ -153,7 +154,9 @@ def build_run(
     if is_without_memory(config, folder) and plan.num_ranks > 1:
         return plan, None
     try:
-        return plan, assemble(config, plan, samples, model, folder, World())
+        pipe = assemble(config, plan, samples, model, folder, World())
+        check_storable(pipe.state.expected)
+        return plan, pipe
     except (PlanError, ScheduleError) as error:
         files = {"plan": config.plan, "program": config.program}
         options = [f"{name}={value}: " for name, value in files.items() if value]

@@ -8,10 +8,10 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor
 
 from ...compression.buffers import Pool
+from ..torch_private import saved_tensors_hooks
 from ..tracing.layers import Layer
 from .packer import LayerAwareCompressor, Modules, SavedCounts, SavedTensorPacker
 from .prefetch import MemoryThread, SavedRun, SentFrames
@@ -32,7 +32,7 @@ class KeepOnDevice:
         """Return the block in which the layers run, which read tied parameters of other stages (``keep``)."""
         if self._parameters is None:
             return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._parameters.untouched, operator.call)
+        return saved_tensors_hooks(self._parameters.untouched, operator.call)
 
     def offload(self, micro_batch: int, sent: SentFrames) -> None:
         """The forward of ``micro_batch`` is over, what it saved may leave; waits where packing is behind.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..torch_private import base_of, is_functorch_wrapped, memory_id, version_of
+from ..torch_private import base_of, is_functorch_wrapped, memory_id, saved_tensors_hooks, version_of
 from ..tracing.layers import Layer
 from .packer import SavedTensorPacker
 from .parameter_offload import OffloadedParameters
@@ -95,7 +95,7 @@ class SavedTensorHooks:
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """The block in which autograd saves through these hooks."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, operator.call)
+        return saved_tensors_hooks(self._pack, operator.call)
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what autograd keeps in the place of ``tensor``: the call that gives it back."""

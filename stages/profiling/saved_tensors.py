@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ...compression.buffers import Pool
 from ...compression.codec_cost import Cost, candidates, sample, trial
 from ..memory.saved_tensor_hooks import ParameterFilter
-from ..torch_private import current_node, memory_id, tree_leaves
+from ..torch_private import current_node, memory_id, saved_tensors_hooks, tree_leaves
 from ..tracing.dataflow import travels
 from ..tracing.layers import casting, parts_of, run_layer, run_output
 from ..tracing.tracer import LayerGraph
@@ -233,7 +233,7 @@ def observe_step(
     for node in graph.train.inputs:
         made(node, env[node])
     cast = casting(graph.autocast, graph.train.recorded)
-    with torch.autograd.graph.saved_tensors_hooks(first.pack, first.unpack), cast:
+    with saved_tensors_hooks(first.pack, first.unpack), cast:
         for layer in graph.train.layers:
             first.layer_begins()
             env[layer.node] = run_layer(layer, env, parts, samples=record.samples)

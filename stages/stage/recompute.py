@@ -23,7 +23,7 @@ from ...compression.errors import StageError
 from ..memory.activations import KeepOnDevice
 from ..memory.saved_storage import Bytes, refuse_written, view_of
 from ..memory.saved_tensor_hooks import ParameterFilter
-from ..torch_private import memory_id, preserve_version_counter, version_of
+from ..torch_private import memory_id, preserve_version_counter, saved_tensors_hooks, version_of
 from ..tracing.layers import Layer, Parts, is_local, part_of, tensors_read
 from ..tracing.verify import same_bits
 from .value_routing import Route, reads
@@ -114,7 +114,7 @@ class RecomputedActivations(KeepOnDevice):
         if following is not None and (section := forward.sections.get(following.name)) is not None:
             run = _Run(section, forward, self._filter, memory=self._memory, beside=self._now)
             self._now.append(run)
-            self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(run.leave, operator.call))
+            self._hooks.enter_context(saved_tensors_hooks(run.leave, operator.call))
 
     def ready(self, micro_batch: int) -> None:
         if self._ahead:
@@ -191,7 +191,7 @@ class _Run:
         with preserve_version_counter(buffers), torch.enable_grad():
             try:
                 _fill(self._before)
-                with torch.autograd.graph.saved_tensors_hooks(self._keep, _not_read):
+                with saved_tensors_hooks(self._keep, _not_read):
                     self._again(_copies(self._entered, self._changes) | self._tied, self.section.route)
             finally:
                 _fill(list(zip(buffers, now, strict=True)))

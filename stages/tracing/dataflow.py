@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from ...compression.errors import PlanError
@@ -38,6 +38,7 @@ from ..torch_private import (
     has_gradient_hooks,
     hooks_on_all_modules,
     memory_id,
+    saved_tensors_hooks,
     tree_flatten,
     version_of,
 )

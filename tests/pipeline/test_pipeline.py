@@ -49,6 +49,28 @@ def test_one_call_gives_each_of_the_four_its_settings():
         small(stage=2)
 
 
+def test_a_loss_that_draws_has_the_numbers_of_its_micro_batch():
+    def noisy(outputs, targets):
+        return cross_entropy(nn.functional.dropout(outputs, 0.5), targets)
+
+    model, x, y = nn.Linear(6, 3), torch.randn(12, 6), torch.randint(3, (12,))
+    plain = copy.deepcopy(model)
+    settings = {"micro_batches": 3, "loss": noisy, "optimizer": OPTIMIZERS["sgd"], "seed": 7}
+    pipe = penstock.Pipeline.of(model, (x[:4],), stages=1, **settings)
+    for step in range(2):
+        torch.rand(5)  # what others draw between steps changes nothing
+        report, losses = pipe.step(x, y), []
+        plain.zero_grad()
+        for number, (some, targets) in enumerate(zip(x.split(4), y.split(4), strict=True)):
+            torch.manual_seed(penstock.layer_seed(7, step, number, "loss"))
+            losses.append(noisy(plain(some), targets))
+            (losses[-1] / 3).backward()
+        assert report.loss == pytest.approx(sum(one.item() for one in losses) / 3, rel=1e-6)
+        with torch.no_grad():
+            plain.weight.copy_(model.weight)
+            plain.bias.copy_(model.bias)
+
+
 def test_one_call_on_ranks_has_the_plan_of_the_first_and_its_refusal():
     def train(world=None):
         with pytest.raises(penstock.PlanError, match="nowhere"):

@@ -34,6 +34,9 @@ def data(wrong=None, infinite=None):
     table = torch.utils.data.TensorDataset(x, y)
     return table, table
 
+def noisy(outputs, targets):
+    return nn.functional.cross_entropy(nn.functional.dropout(outputs, 0.2), targets)
+
 class Faulty(torch.optim.SGD):
     '''Flips one bit of one gradient, where FLIP names a step, the elements of a parameter, and a bit, and
     perhaps the one rank that does.'''

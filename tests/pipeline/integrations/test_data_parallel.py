@@ -103,10 +103,18 @@ def lossy():
     nn.functional.cross_entropy(replica(x), y).backward()
 
 
+def sparse():
+    replica = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
+    replica.register_comm_hook(None, penstock.ddp_hook())
+    replica(torch.tensor([1, 2])).sum().backward()
+
+
 @pytest.mark.ranks
 def test_what_the_hook_refuses_ends_the_backward(ranks):
     for text, _ in ranks.try_run(lossy, ranks=2, deadline=5):
         assert "codec is one that loses nothing, found bf16" in text
+    for text, _ in ranks.try_run(sparse, ranks=2, deadline=5):
+        assert "ddp_hook packs dense gradients, found sparse ones" in text
 
 
 def with_fsdp(packed, dtype):

@@ -101,7 +101,7 @@ TOGETHER = [ByTheNorm, OneEstimate, Noise, PythonNoise, Careful, ByTheCount]
 
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_an_optimizer_that_looks_at_all_parameters_is_refused(kind):
-    looks = rf"{kind.__name__} looks at all together: \S+ is updated otherwise than"
+    looks = rf"{kind.__name__} looks at all together, or draws random numbers: \S+ is updated otherwise than"
     rule = "an optimizer works on one stage's parameters at a time and "
     assert re.fullmatch(f"{rule}{looks} apart; use SGD or Adam", refusal(kind))
     rule = "with a mirror of the parameters an optimizer works on one layer's parameters at a time and "

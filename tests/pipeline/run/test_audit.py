@@ -349,6 +349,19 @@ def test_the_first_loss_that_is_no_number_is_found_with_its_layer(monkeypatch, c
     assert "every value was finite this time" in shown
 
 
+def test_a_tensor_that_no_file_takes_is_refused_before_training(capfd):
+    Path("mine.py").write_text(PLANTED + COMPLEX)
+    said = refusal(f"{JOB.replace('mine.Net', 'mine.complex')} ranks=1 hydra.run.dir=run", capfd)
+    assert "checkpoints and weights keep phase: safetensors has no torch.complex128; keep this" in said
+    assert not Path("run").exists()
+
+
+COMPLEX = """
+def complex():
+    net = Net()
+    net.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    return net
+"""
 REFUSED = {
     "replay run": "step= is a number of a step, or nan, found None",
     "replay run step=99": "run has steps 0 to 15 in metrics.jsonl, found step=99",

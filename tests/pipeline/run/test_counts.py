@@ -110,6 +110,8 @@ def test_what_cannot_be_chosen_is_one_sentence(capsys, monkeypatch):
     for option in ("min_ranks=2", "replicas.threads=true"):
         said = refusal(f"{JOB} ranks=auto {option}", capsys)
         assert f"{option} is for a number of ranks, found ranks=auto; give the number" in said
+    said = refusal(f"{SMALL} cluster=c.yaml ranks=auto", capsys, name="plan")
+    assert "cluster=c.yaml has its ranks, found ranks=auto; drop either" in said
     assert command.run(["plan", *f"{SMALL} ranks=auto batch_size=24 hydra.run.dir=one".split()]) == 0
     assert "ranks=" in capsys.readouterr().err
     again = f"{SMALL} batch_size=24 profile=one/profile.json"

@@ -78,6 +78,17 @@ def test_lines_are_the_same_where_parameters_and_gradients_are_in_a_tier(capfd):
         assert [row[:2] + row[3:] for row in of_tier] == [row[:2] + row[3:] for row in layers]
 
 
+def test_a_loss_that_draws_is_seeded_like_a_layer(capfd):
+    job = f"{JOB} loss._target_=mine.noisy seed=3"
+    trained(f"{job} ranks=1 checkpoint.every=6 checkpoint.keep=9 hydra.run.dir=plain")
+    trained(f"{job} ranks=2 schedule=gpipe eval.every=3 hydra.run.dir=cut")
+    trained(f"{job} ranks=2 stages=1 replicas.count=2 replicas.exact=true hydra.run.dir=replicas")
+    trained(f"{job} ranks=1 resume=plain/checkpoints/step_00000006 hydra.run.dir=resumed")
+    for other in ("cut", "replicas", "resumed"):
+        assert diff(capfd, "plain", other)[0] == 0, other
+    assert answer("replay plain step=9", capfd)[0] == 0
+
+
 def test_one_wrong_label_is_found_at_its_step_and_where_gradients_begin(capfd):
     trained(f"{JOB} ranks=1 stages=2 hydra.run.dir=right")
     trained(f"{JOB} ranks=1 stages=2 data.wrong=20 hydra.run.dir=wrong")

@@ -164,7 +164,6 @@ ALLOWED = {
     "loss, own buffer": {"loss": lambda m, v: v * m.late.detach().clone()},
     "loss, constant": {"loss": lambda m, v: v * m.constant},
     "loss, parameter": {"loss": lambda m, v: v * m.a.weight.detach().norm()},
-    "loss draws": {"loss": lambda m, v: v * (1 + torch.rand(()))},
     "backward, own parameter": {"backward": lambda m: m.a.weight.sum()},
     "loss counts": {"loss": lambda m, v: COUNTS[m](v)},
     "hooks count": {"hook": lambda m, p: p.register_hook(Counts())},

@@ -1,6 +1,7 @@
 """Compiled pieces: one layer each, and the bits of the plain loop over the same pieces."""
 
 import concurrent.futures
+import contextlib
 import shutil
 import threading
 from typing import cast
@@ -92,6 +93,36 @@ SLOW.append(pytest.param(DEFAULT, marks=[pytest.mark.slow, INDUCTOR]))
 @pytest.mark.parametrize("case", [CASES[0], *SLOW], ids=str)
 def test_training_has_the_bits_of_the_plain_loop_over_the_same_pieces(case):
     assert differences(case) == []
+
+
+class Recurrent(nn.Module):
+    """A compiled piece that runs an LSTM eagerly, between layers that are not compiled."""
+
+    def __init__(self, backend):
+        super().__init__()
+        self.start, self.lstm, self.end = nn.Linear(192, 8), nn.LSTM(8, 8), nn.Linear(8, 10)
+        self.piece = torch.compile(self.lstm, backend=backend)
+
+    def forward(self, x):
+        return self.end(self.piece(self.start(x.flatten(1)).unsqueeze(0))[0].squeeze(0))
+
+
+@pytest.mark.parametrize("tier", ["device", "packed"])
+def test_a_compiled_piece_with_an_lstm_has_the_bits_of_the_plain_loop(tier, monkeypatch):
+    monkeypatch.setitem(zoo.ZOO, "compiled_lstm", (lambda: Recurrent(AOT), lambda: zoo.images(8)))
+    assert differences(Case(model="compiled_lstm", cuts=2, tier=tier)) == []
+
+
+def test_what_a_compiled_lstm_saves_is_offloaded():
+    lstm, x = compiled(nn.LSTM(64, 64), AOT), torch.randn(5, 64, 64)
+    gradients = []
+    for saved in (contextlib.nullcontext(), penstock.offload(min_bytes=1)):
+        lstm.zero_grad()
+        with saved:
+            out = lstm(x)[0]
+        out.sum().backward()
+        gradients.append([p.grad for p in lstm.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_a_compiled_module_is_one_layer_under_its_own_names():
