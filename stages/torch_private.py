@@ -5,6 +5,7 @@ A release of torch may change any of them; ``tests/stages/test_torch_private.py`
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -171,9 +172,16 @@ def saved_tensors_hooks(
     """Return torch's hooks; ``torch.compile`` does not compile ``pack``, which it does around what it leaves
     to eager mode, as an LSTM."""
     if "torch._dynamo" in sys.modules:
-        disable: Any = torch.compiler.disable
-        pack = disable(pack)
+        pack = functools.partial(_eager(), pack)
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+@functools.cache
+def _eager() -> Callable[..., Any]:
+    """Return what calls a function so that ``torch.compile`` leaves it alone; one for all, as torch keeps
+    each."""
+    disable: Any = torch.compiler.disable
+    return disable(lambda call, item: call(item))
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -182,7 +182,9 @@ def replayed(
         if source:
             load(pipe, source.checkpoint.folder)
             _check_checkpoint(pipe, on_record, source.checkpoint.folder)
-        ahead = dataclasses.replace(course(config, samples, done=pipe.num_steps), tests=0)
+        ahead = course(was, samples, done=pipe.num_steps)
+        if not pipe.steps.written_in_eval:  # tests change nothing
+            ahead = dataclasses.replace(ahead, tests=0)
         loads = stack.enter_context(
             contextlib.closing(loader(config, samples, pipe, ahead, folder=private.path, tell=tell))
         )
@@ -191,7 +193,11 @@ def replayed(
         drains = _drains(was, samples, done=pipe.num_steps) if plan.streams else ()
         same = pipe.num_steps - 1 if pipe.num_steps else None  # behind it stands the checkpoint
         tensors = None if show is None else LayerTensors(pipe.stages.values(), show)
-        for now, index in enumerate(ahead, pipe.num_steps):
+        for index in ahead:
+            if index.split == "test":
+                pipe.evaluate(loads.take(index)[0])
+                continue
+            now = pipe.num_steps
             if tensors is not None:
                 tensors.found.clear()
             stopped = stop_before(pipe.stages.values(), stop) if stop and now == step else None

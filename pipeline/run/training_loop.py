@@ -326,6 +326,10 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             totals.load(notes.get("totals"))
             if audit is not None:
                 audit.result |= notes.get("audit", {})
+            if ahead.tests and (names := sorted(pipe.steps.written_in_eval)):
+                tell(
+                    f"tests change bits, so eval.every= does: in eval mode too a forward writes to {names[0]}"
+                )
             audited = {} if audit is None else {"audit": audit.result}
             noted: Any = {"config": options, "totals": vars(totals), **audited}
             kept.notes = lambda: noted | {"judge": judge.state()}

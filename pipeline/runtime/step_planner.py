@@ -109,7 +109,7 @@ class Steps:
         self.plan, self.world, self.agreement, self.written = plan, agreement.world, agreement, graph.written
         self.codecs = written_by(plan.codec).union(*map(written_by, plan.named_codecs.values()))
         self.shapes, self.skeleton, self.example = Shapes(graph), Skeleton(model), graph.example_inputs
-        self.others, self.tells = graph.others, True
+        self.others, self.tells, self.written_in_eval = graph.others, True, graph.written_in_eval
         stage_of = stage_of_layers(graph.train, plan.cuts)
         self.stage_of = {"train": stage_of}
         self.refusal = ""

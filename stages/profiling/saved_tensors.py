@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +63,8 @@ class Observed(NamedTuple):
     intermediates: tuple[Intermediate, ...]
     backward_reads: dict[int, tuple[str, ...]]
     contributions: dict[int, int]
-    costs: dict[int, dict[str, Cost]]
-    gradient_costs: dict[int, dict[str, Cost]]
+    costs: Mapping[int, dict[str, Cost]] = MappingProxyType({})
+    gradient_costs: Mapping[int, dict[str, Cost]] = MappingProxyType({})
 
 
 class _FirstIteration:
@@ -81,15 +82,6 @@ class _FirstIteration:
         self._makers: dict[int, tuple[int, str]] = {}
         self._reads: dict[int, set[str]] = {}
         self._edges: dict[tuple[Node, int], int] = {}
-        self.costs: dict[int, dict[str, Cost]] = {}
-        self.gradient_costs: dict[int, dict[str, Cost]] = {}
-        self._pool = Pool()
-
-    def tried(self, tensor: torch.Tensor) -> dict[str, Cost]:
-        """Return the cost of every codec on a tensor that passes a cut."""
-        part, size = sample(tensor.detach()), tensor.nbytes
-        codecs = candidates(tensor.dtype, on_gpu=tensor.is_cuda)
-        return {codec: trial(part, codec, self._pool, num_bytes=size) for codec in codecs}
 
     def layer_begins(self) -> None:
         self._saved.append((0, 0))
@@ -162,8 +154,6 @@ class _FirstIteration:
             intermediates=tuple(found),
             backward_reads={layer: tuple(sorted(names)) for layer, names in sorted(self._reads.items())},
             contributions=_contributions(roots, self._edges),
-            costs=self.costs,
-            gradient_costs=self.gradient_costs,
         )
 
     def _kind(self, noted: _Noted, random: set[int]) -> str:
@@ -210,22 +200,25 @@ def observe_step(
     layer's number why not to cut behind it: the gradient of a value would cross in such a geometry;
     ``packs``: every codec is tried on what may pass a cut."""
     parts, record, far = parts_of(graph.model_copy, graph.train), graph.train_probe, set[int]()
-    first = _FirstIteration(graph.model_copy)
+    first, pool = _FirstIteration(graph.model_copy), Pool()
+    costs: dict[int, dict[str, Cost]] = {}
+    gradient_costs: dict[int, dict[str, Cost]] = {}
 
+    # A hook of the graph that knew ``first``, which knows nodes of it, would keep both for good.
     def look(number: int, gradient: torch.Tensor | None) -> None:  # a Function may give none
         if gradient is None:
             return
         if not travels(gradient):
             far.add(number)
         elif packs:
-            first.gradient_costs[number] = first.tried(gradient)
+            gradient_costs[number] = _tried(gradient, pool)
 
     def made(node: fx.Node, result: Any) -> None:
         for number, leaf in zip(record.outputs[node].values, tree_leaves(result), strict=True):
             if isinstance(leaf, torch.Tensor):
                 first.made(number, record.values[number].name, leaf)
                 if packs and not record.values[number].parameter and travels(leaf):
-                    first.costs[number] = first.tried(leaf)
+                    costs[number] = _tried(leaf, pool)
                 if leaf.grad_fn is not None:
                     leaf.register_hook(functools.partial(look, number))
 
@@ -250,4 +243,12 @@ def observe_step(
         reason = f"the gradient of {value.name}, whose elements lie far apart, would cross it"
         for cut in range(max(value.producer, 0), max(value.users, default=0)):
             refused.setdefault(cut, reason)
-    return first.observed(asked, drew), refused
+    seen = first.observed(asked, drew)._replace(costs=costs, gradient_costs=gradient_costs)
+    return seen, refused
+
+
+def _tried(tensor: torch.Tensor, pool: Pool) -> dict[str, Cost]:
+    """Return the cost of every codec on a tensor that may pass a cut."""
+    part, size = sample(tensor.detach()), tensor.nbytes
+    codecs = candidates(tensor.dtype, on_gpu=tensor.is_cuda)
+    return {codec: trial(part, codec, pool, num_bytes=size) for codec in codecs}

@@ -43,8 +43,9 @@ class LayerGraph:
     """A recorded model: its two runs, the probe of each at the example's shape, the copy they ran on.
 
     ``shared``: in the train and in the eval run the tensors that share memory, with the layers that need
-    them: all on one stage. ``written``: the buffers that a forward in train mode writes to. ``model``: the
-    one that was traced; ``state``: all that the trace could read of it; ``others``: smaller examples.
+    them: all on one stage. ``written``: the buffers that a forward in train mode writes to, and
+    ``written_in_eval`` those in eval mode. ``model``: the one that was traced; ``state``: all that the trace
+    could read of it; ``others``: smaller examples.
 
     A plan carries it to the ``Pipeline`` of its process, without memory; the plan's JSON does not have it."""
 
@@ -61,6 +62,7 @@ class LayerGraph:
     model: weakref.ref[nn.Module]
     state: tuple[Any, ...]
     others: tuple[tuple[torch.Tensor, ...], ...] = ()
+    written_in_eval: frozenset[str] = frozenset()
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -167,10 +169,10 @@ def trace(
         copies = functools.partial(TraceCopy, model, unregistered)
         prove = functools.partial(_proven, copies, call, example, functions)
         train, train_probe, written, root = prove(modules)
-        evaluation, eval_probe, *_ = prove(train.leaves, beside=train)
+        evaluation, eval_probe, tested, _ = prove(train.leaves, beside=train)
         if evaluation.leaves != train.leaves:  # one layer here is one layer there
             train, train_probe, written, root = prove(evaluation.leaves)
-            evaluation, eval_probe, *_ = prove(evaluation.leaves, beside=train)
+            evaluation, eval_probe, tested, _ = prove(evaluation.leaves, beside=train)
     pairs = (train, (0,)), (evaluation, ())
     groups = tuple(shared(model, traced, written=written, unread=unread) for traced, unread in pairs)
     for group, layers in groups[0].items():
@@ -193,6 +195,7 @@ def trace(
         shared=groups,
         autocast=autocast,
         written=frozenset(written),
+        written_in_eval=frozenset(tested),
         model=weakref.ref(known),
         state=traced_state(known),
         others=tuple(map(fresh, others)),

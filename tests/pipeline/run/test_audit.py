@@ -285,6 +285,26 @@ def test_steps_before_a_start_with_other_options_are_repeated_with_theirs(capfd)
     assert answer("audit lossy steps=16", capfd)[0] == 0
 
 
+def test_steps_after_tests_that_write_to_buffers_are_as_on_record(capfd):
+    Path("mine.py").write_text(PLANTED + COUNTED)
+    job = JOB.replace("mine.Net", "mine.Counted") + " optimizer=adamw checkpoint.every=3 checkpoint.keep=9"
+    trained(f"{job} ranks=2 eval.every=2 hydra.run.dir=run")
+    assert "tests change bits, so eval.every= does: in eval mode too a forward writes to calls" in (
+        capfd.readouterr().out
+    )
+    code, shown, _ = answer("audit run steps=8", capfd)
+    assert (code, shown.count("as on record")) == (0, 8)
+
+
+COUNTED = """
+class Counted(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x * (1 + self.calls / 100))
+"""
 DRAWN = """
 class Dropped(torch.nn.Module):
     def __init__(self):

@@ -166,7 +166,7 @@ def test_the_run_folder_holds_what_is_promised_and_the_timeline_every_instructio
     trained(f"{ALONE} hydra.run.dir=run")
     assert {path.name for path in Path("run").iterdir()} == {
         "config.yaml", "plan.json", "plan.png", "metrics.jsonl", "summary.json", "timeline.png",
-        "timeline.json", "model.safetensors",
+        "timeline.json", "model.safetensors", "starts.jsonl",
     }  # fmt: skip
     config = OmegaConf.load("run/config.yaml")
     assert (config.threads, config.stages, config.clip.norm, config.model.hidden) == (1, 2, 0.05, [16, 12])
@@ -261,7 +261,7 @@ def test_a_full_disk_costs_no_weights_and_is_told_in_one_sentence(small_disk, tm
     assert load_file(weights)["wide.weight"].shape == (20000, 6)
     assert weights.is_relative_to(tmp_path)
     left = {path.name for path in (small_disk / "run").iterdir()}
-    assert left == {"config.yaml", "plan.json", "plan.png", "metrics.jsonl", "errors"}
+    assert left == {"config.yaml", "plan.json", "plan.png", "metrics.jsonl", "starts.jsonl", "errors"}
 
 
 CHECKED = (
