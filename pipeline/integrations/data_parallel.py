@@ -58,11 +58,6 @@ class DdpHook(_Packed):
         """Return the mean of a bucket over the ranks, as a future."""
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         buffer, index = bucket.buffer(), bucket.index()
-        if buffer.layout is not torch.strided:
-            raise StageError(
-                "ddp_hook packs dense gradients, found sparse ones, as of nn.Embedding(sparse=True); take "
-                "sparse=False, or leave out the hook"
-            )
 
         def run() -> None:
             try:
@@ -75,6 +70,11 @@ class DdpHook(_Packed):
 
     @torch.no_grad()
     def _mean(self, buffer: Tensor, index: int) -> Tensor:
+        if buffer.layout is not torch.strided:
+            raise StageError(
+                "ddp_hook packs dense gradients, found sparse ones, as of nn.Embedding(sparse=True); take "
+                "sparse=False, or leave out the hook"
+            )
         group, packing = self._group, self._packing_of(self._group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         slices = slices_of(buffer.tensor_split(size))  # each has a part of every rank's piece

@@ -4,7 +4,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -29,24 +29,25 @@ def with_margin(num_bytes: int) -> int:
 
 
 class Sent(NamedTuple):
-    """A tensor on a link: its codec, seconds in all, bytes, seconds to pack and to unpack."""
+    """A tensor on a link: its codec, bytes, seconds on the link, seconds to pack and to unpack."""
 
     codec: str
-    seconds: float
     num_bytes: float
-    packing: float
+    on_link: float = 0.0
+    packing: float = 0.0
+    is_tried: bool = False
 
 
 def sent(costs: Mapping[str, tuple[float, ...]], num_bytes: int, *, codec: str, rate: float | None) -> Sent:
     """Return how a tensor passes a link of so many bits per second soonest; by ``codec``, unless it is
     "auto"; as it is where nobody tried."""
     if not rate:
-        return Sent("raw", 0.0, num_bytes, 0.0)
-    known = {name: cost for name, cost in costs.items() if codec in (AUTO, name)}
-    found = []
-    for name, (size, pack, unpack) in (known or {"raw": (num_bytes, 0.0, 0.0)}).items():
-        found.append(Sent(name, pack + unpack + 8 * size / rate, size, pack + unpack))
-    return min(found, key=lambda one: one.seconds)
+        return Sent("raw", num_bytes)
+    known = [(name, cost) for name, cost in costs.items() if codec in (AUTO, name)]
+    if not known:
+        return Sent("raw", num_bytes, 8 * num_bytes / rate)
+    found = [Sent(name, size, 8 * size / rate, a + b, is_tried=True) for name, (size, a, b) in known]
+    return min(found, key=lambda one: round((one.on_link + one.packing) * PICOSECONDS))
 
 
 class Costs:
@@ -117,7 +118,9 @@ class Costs:
         self.rates += [None if cluster else rate] * (len(copies) - len(self.rates))
         sending = {one: self._sending(one) for one in dict.fromkeys(self.rates)}
         self.sending = [sending[one] for one in self.rates]
-        self.link_times = [self._link_times(*sending[one]) for one in self.rates]
+        self.link_times = [self._over_link(sending[one], "on_link", max) for one in self.rates]
+        # Both ends of a link take half of the packing and unpacking of what passes it.
+        self.packing = [[n // 2 for n in self._over_link(sending[one], "packing", sum)] for one in self.rates]
 
     def _sending(self, rate: float | None) -> tuple[list[Sent], list[Sent]]:
         """Return how each value is sent over a link, and how its gradient is."""
@@ -126,29 +129,35 @@ class Costs:
         forward = [sent(value.costs, value.num_bytes, **how) for value in values]
         return forward, [sent(v.gradient_costs, v.num_bytes * v.requires_grad, **how) for v in values]
 
-    def _link_times(self, *ways: Sequence[Sent]) -> list[int]:
-        """Picoseconds that a link needs for a micro-batch at each position: both directions carry at once."""
-        times = ([round(one.seconds * PICOSECONDS) for one in way] for way in ways)
+    def _over_link(
+        self, ways: Sequence[Sequence[Sent]], what: str, both: Callable[[tuple[int, int]], int]
+    ) -> list[int]:
+        """Picoseconds for a micro-batch at each position, of both directions: on a link they go at once."""
         length, values = len(self.profile.layers), self.profile.values
-        return [*map(max, *(_over_cuts(length, values, some) for some in times))]
+        times = ([round(getattr(one, what) * PICOSECONDS) for one in way] for way in ways)
+        return [*map(both, zip(*(_over_cuts(length, values, some) for some in times), strict=True))]
 
     def _sends(self, start: int, end: int, place: int) -> dict[str, Any]:
         """Return of a stage its codecs, and what of its cut is known in frames."""
         values, length = self.profile.values, len(self.profile.layers)
         passing = [[i for i, v in enumerate(values) if _passes(v, cut, length)] for cut in (start, end)]
         found: dict[str, Any] = {"codecs": {}, "gradient_codecs": {}}
-        names = {"forward": ("costs", "codecs"), "backward": ("gradient_costs", "gradient_codecs")}
-        for number, (way, (costs, codecs)) in enumerate(names.items()):
+        names = {"forward": "codecs", "backward": "gradient_codecs"}
+        for number, (way, codecs) in enumerate(names.items()):
             behind = [self.sending[place][number][i] for i in passing[1]]
-            if any(getattr(values[i], costs) for i in passing[1]):
+            if behind and all(one.is_tried or not one.num_bytes for one in behind):
                 found[f"packed_{way}"] = round(sum(one.num_bytes for one in behind))
                 found[f"packing_{way}"] = sum(one.packing for one in behind)
             sender = place - number  # gradients go up the link before the stage
-            if self.codec != AUTO or not self.rates[sender] or (number and not start):
+            if self.codec != AUTO or (number and not start):
                 continue
             for i in passing[1 - number]:
-                if getattr(values[i], costs) and (number or values[i].producer >= start):
-                    found[codecs][values[i].name] = self.sending[sender][number][i].codec
+                one, value = self.sending[sender][number][i], values[i]
+                packs = (
+                    any(start <= user < end for user in value.users) if number else value.producer >= start
+                )
+                if one.is_tried and packs:
+                    found[codecs][value.name] = one.codec
         return found
 
     @property
@@ -278,7 +287,9 @@ class Costs:
 
     def of_rank(self, start: int, end: int, rank: int) -> float:
         """Picoseconds per micro-batch; math.inf where the layers and frames do not fit the budget."""
-        return self._of_rank(start, end, rank, self.required)
+        seconds = self._of_rank(start, end, rank, self.required)
+        ends = self.packing[rank][end] + (self.packing[rank - 1][start] if rank else 0)
+        return seconds + -(-ends // (self.replicas[rank] if self.replicas else 1))
 
     def least_of_rank(self, start: int, end: int, rank: int) -> float:
         """The same with what never falls where a part grows."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from .run_folder import RunFolder, step_of
 
 _NICEST = 19
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_MOST_BYTES = 4096  # of what an audit said that the run repeats
+_MOST_BYTES = 1 << 16  # of what an audit said that is read
 
 
 class LiveAudit:
@@ -89,15 +90,16 @@ class LiveAudit:
             return
         self._process, self._last = None, time.monotonic()
         said, errors = map(_text_of, self._files)
-        differs = process.returncode == 1 and said.startswith(f"step {self._step} (")  # no error of Python's
+        found = re.search(rf"^step {self._step} \(.*", said, re.MULTILINE | re.DOTALL)
+        differs = process.returncode == 1 and found is not None  # else it is an error of Python's
         if process.returncode and not differs:
             why = errors.splitlines()[-1] if errors else f"it ended with {process.returncode}"
             self._tell(f"audit.every=: step {self._step} could not be repeated: {why}")
             return
         self.result["steps"].append(self._step)
-        if differs:
+        if found is not None and differs:
             self.result["differ"].append(self._step)
-            self._tell(f"audit.every=: {said}")
+            self._tell(f"audit.every=: {found[0]}")
 
 
 def _text_of(file: IO[bytes]) -> str:

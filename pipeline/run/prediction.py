@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...stages.units import show_seconds
-from ..schedules.simulate import seconds_of_update
+from ..schedules.instruction import Op
+from ..schedules.simulate import packing_seconds, seconds_of_update
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
@@ -39,7 +40,8 @@ def compare(plan: Plan, panel: Panel, totals: Totals, *, rates: Rates | None) ->
             for s in panel.spans
             if s.stage == number and panel.begin <= s.start < panel.begin + panel.seconds
         ]
-        computing = plan.micro_batches * (stage.forward_seconds + stage.backward_seconds)
+        packing = sum(packing_seconds(plan, number, op) for op in (Op.F, Op.B))
+        computing = plan.micro_batches * (stage.forward_seconds + stage.backward_seconds + packing)
         waiting = sum(span.waiting for span in spans)
         terms = {
             "compute": (computing, one["worked_seconds"]),

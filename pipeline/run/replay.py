@@ -76,7 +76,7 @@ class Start:
     """A start of a run: its first step, its options as stored and read, and its plan."""
 
     step: int
-    stored: Mapping[str, Any]
+    stored: str | None
     config: TrainConfig
     plan: Plan
 
@@ -172,7 +172,8 @@ def replayed(
         begins = source.checkpoint.step if source else 0
         if begins < oldest:
             raise ConfigError(
-                f"the checkpoint of step {oldest} in {run} is gone; keep more (checkpoint.keep=)"
+                f"{run} has no checkpoint between oldest={oldest} and step {step}; keep more "
+                "(checkpoint.keep=)"
             )
         _check_starts(run, starts, begins)
         with console.planning():
@@ -182,6 +183,11 @@ def replayed(
         if source:
             load(pipe, source.checkpoint.folder)
             _check_checkpoint(pipe, on_record, source.checkpoint.folder)
+        if pipe.steps.written_in_eval and begins < start.step:
+            raise ConfigError(
+                f"tests of {run} change bits, and may have been others before its start at {start.step}; "
+                "keep more checkpoints (checkpoint.keep=)"
+            )
         ahead = course(was, samples, done=pipe.num_steps)
         if not pipe.steps.written_in_eval:  # tests change nothing
             ahead = dataclasses.replace(ahead, tests=0)
@@ -194,6 +200,7 @@ def replayed(
         same = pipe.num_steps - 1 if pipe.num_steps else None  # behind it stands the checkpoint
         tensors = None if show is None else LayerTensors(pipe.stages.values(), show)
         for index in ahead:
+            set_up(config)  # another replay may be going on
             if index.split == "test":
                 pipe.evaluate(loads.take(index)[0])
                 continue
@@ -203,7 +210,6 @@ def replayed(
             stopped = stop_before(pipe.stages.values(), stop) if stop and now == step else None
             if now in drains:
                 pipe.drain()
-            set_up(config)  # another replay may be going on
             report = pipe.step(*loads.take(index))
             if plan.streams:
                 lines.append({"step": now, "loss": _hex(report.loss), "values": {}})
@@ -241,7 +247,7 @@ def _starts(folder: RunFolder, *, until: int) -> list[Start]:
             return found
         if not folder.config.is_file():
             raise ConfigError(f"{folder.path} has no {folder.config.name}; name the folder of a run")
-        return [Start(step=0, stored={}, config=folder.read_config(), plan=Plan.load(folder.plan))]
+        return [Start(step=0, stored=None, config=folder.read_config(), plan=Plan.load(folder.plan))]
     except (OmegaConfBaseException, yaml.YAMLError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -255,7 +261,7 @@ def _check_starts(run: Path, starts: Sequence[Start], begins: int) -> None:
         assert after is not None, "only the first is none"
         if after.step <= begins:
             continue
-        changed = "the run went on from another one"
+        changed = "no start before it is on record"
         if before is not None:
             pairs = (dict(flat(dataclasses.asdict(one.config))) for one in (before, after))
             there, here = pairs
@@ -305,6 +311,8 @@ def _check_checkpoint(pipe: Pipeline, on_record: Mapping[int, Line], path: Path)
     values = digests_of(pipe)
     for name in values.keys() & before["values"].keys():
         values[name][1] = before["values"][name][1]  # no checkpoint has gradients
+        if name in pipe.steps.written_in_eval:  # a test may lie between both
+            values[name] = before["values"][name]
     if difference := first_of({before["step"]: before}, {before["step"]: {**before, "values": values}}):
         raise ConfigError(
             f"{path} is not what the run had then, {', '.join(difference.kinds)}: it was written or read "
@@ -398,7 +406,7 @@ def audited(
         if one is None:
             yield Audit(step=number, options=options, difference=None)
         else:
-            other = _first_difference(run, one.step, options, tell)
+            other = _first_difference(run, one.step, options, tell, oldest=oldest)
             same = other is not None and other.line == one.line
             yield Audit(step=number, options=options, difference=one.difference, repeats=same)
 
@@ -478,8 +486,8 @@ def _options(
     try:
         without = {*ANEW} - {*OF_THE_CUT} if keeps else ANEW
         own = [] if was.streams else ["schedule=1f1b"] if keeps else ["codec=raw"]
-        stored = start.stored or None
-        now = folder.read_config(without=without, changes=["ranks=1", *own, *changes], stored=stored)
+        changed = ["ranks=1", *own, *changes]
+        now = folder.read_config(without=without, changes=changed, stored=start.stored)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(

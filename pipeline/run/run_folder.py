@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,11 +211,11 @@ class RunFolder:
         *,
         without: Collection[str] = (),
         changes: Sequence[str] = (),
-        stored: Mapping[str, Any] | None = None,
+        stored: str | None = None,
     ) -> TrainConfig:
         """Return the configuration that ``save`` or ``tell`` wrote, or ``stored``, ``without`` some of its
         options, and with ``changes``, KEY=VALUE."""
-        content: Any = OmegaConf.create(self.config.read_text() if stored is None else dict(stored))
+        content: Any = OmegaConf.create(self.config.read_text() if stored is None else stored)
         for name in without:
             content.pop(name, None)
         asked = OmegaConf.from_dotlist([*changes])

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from ...compression.errors import ConfigError
@@ -333,9 +334,8 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             audited = {} if audit is None else {"audit": audit.result}
             noted: Any = {"config": options, "totals": vars(totals), **audited}
             kept.notes = lambda: noted | {"judge": judge.state()}
-            starts.append({
-                "step": pipe.num_steps, "config": options | folder.held_now(config), "plan": plan.to_json()
-            })  # fmt: skip
+            stored = OmegaConf.to_yaml(OmegaConf.create(options | folder.held_now(config)))
+            starts.append({"step": pipe.num_steps, "config": stored, "plan": plan.to_json()})
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
             see += [foretell(plan, tell), overrun(plan, tell)]
             if every:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...compression.errors import PlanError
+from ...compression.names import AUTO, LOSSY
 from ...stages.memory.byte_budget import MemoryOptions
 from ...stages.memory.disk import DiskOptions
 from ...stages.plan.plan import Plan
@@ -205,9 +206,12 @@ def check_plan(plan: Plan, model: nn.Module, world: World) -> None:
 
 
 def check_codecs(plan: Plan, records: Sequence[Probe], routed: Sequence[Sequence[Route]]) -> None:
-    """A codec is named for what its stage packs, and not for a value that goes on in the frame it came in."""
+    """A codec is named for what its stage packs, and not for a value that goes on in the frame it came in;
+    under "auto" a lossless one is only a start, and no mistake."""
     values, routes = records[0].values, routed[0]
     for (name, way, stage), codec in plan.named_codecs.items():
+        if plan.codec == AUTO and codec not in LOSSY:
+            continue
         sent = {n for n, _ in routes[stage].sends} - routes[stage].forwards
         back = {n for n, _ in routes[stage].receives if values[n].requires_grad}
         packed = [values[n].name for n in sorted(sent if way == "F" else back)]

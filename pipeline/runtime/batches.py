@@ -211,12 +211,11 @@ def _shown(item: Any) -> str:
 @dataclasses.dataclass(slots=True, eq=False)
 class Criterion:
     """The loss, and what is checked of it; ``parameters``, held weakly, it reads through the outputs
-    alone; ``draws``: whether it drew random numbers when it was first called."""
+    alone."""
 
     loss: Callable[[Any, Any], torch.Tensor]
     autocast: torch.dtype | None
     parameters: Container[object]
-    draws: bool | None = None
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Return the loss, from which a backward can begin; raises StageError."""

@@ -8,14 +8,13 @@ The parts are handed in: what counts, checks and moves is none of this module's 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ...stages.seeds import drew, layer_seed, seeded, states_of
+from ...stages.seeds import layer_seed, seeded
 from ...stages.torch_private import tree_map_only
 from ..schedules.instruction import Instruction, Op
 
@@ -176,14 +175,10 @@ class Engine:
         return outputs
 
     def _set_loss(self, step: Step, stage: Stage, index: int, outputs: Any, batch: MicroBatch) -> None:
-        # Outputs may be parameters. A loss that draws is seeded like a layer.
-        criterion, seed = self.criterion, layer_seed(self.seed, batch.step, batch.index, "loss")
-        draws = contextlib.nullcontext() if criterion.draws is False else seeded(seed, stage.generators)
-        with stage.weights.backward(index), self.guards.loss(stage.index, criterion.loss), draws:
-            before = states_of(stage.generators) if criterion.draws is None else []
-            mean = criterion(outputs, batch.targets)
-            if criterion.draws is None:
-                criterion.draws = drew(stage.generators, before)
+        # Outputs may be parameters. The loss is seeded like a layer, as it may draw.
+        own = seeded(layer_seed(self.seed, batch.step, batch.index, "loss"), stage.generators)
+        with stage.weights.backward(index), self.guards.loss(stage.index, self.criterion.loss), own:
+            mean = self.criterion(outputs, batch.targets)
         if index == step.messages.first:
             self.criterion.check_reads(mean, outputs)
         if (watch := stage.running[index].watch) is not None:

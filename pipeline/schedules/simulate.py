@@ -59,7 +59,8 @@ def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
         stage, op = plan.stages[instruction.stage], instruction.op
         if op is Op.U:
             return seconds_of_update(plan, instruction.stage)
-        return stage.forward_seconds if op is Op.F else stage.backward_seconds / (1 if op is Op.B else 2)
+        seconds = stage.forward_seconds if op is Op.F else stage.backward_seconds / (1 if op is Op.B else 2)
+        return seconds + (0.0 if op is Op.W else packing_seconds(plan, instruction.stage, op))
 
     def transfer(message: Message) -> float:
         cut = plan.stages[min(message.source, message.target)]
@@ -71,6 +72,15 @@ def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
         updates = [[Instruction(s, Op.U) for s in own if takes[s]] for own in plan.stages_of_rank]
         programs = [[*program, *more] for program, more in zip(programs, updates, strict=True)]
     return simulate(outline(programs), work=seconds, transfer=transfer)
+
+
+def packing_seconds(plan: Plan, stage: int, op: Op) -> float:
+    """Seconds of a stage for the frames of a micro-batch: half of the packing and unpacking at either end."""
+    way, seconds = "packing_forward" if op is Op.F else "packing_backward", 0.0
+    for cut in (stage - 1, stage):
+        if 0 <= cut < plan.num_stages - 1 and plan.owner(cut) != plan.owner(cut + 1):
+            seconds += getattr(plan.stages[cut], way) / 2
+    return seconds
 
 
 def seconds_of_update(plan: Plan, stage: int) -> float:

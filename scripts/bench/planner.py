@@ -32,7 +32,7 @@ WORKERS, RATES = (2, 4, 8, 16), ("100Mbit", "1Gbit", "10Gbit", "100Gbit")
 NETWORKS = ("resnet50", "vgg16_bn", "densenet121", "mobilenet_v3_large", "gpt")
 JOBS = {"gpt": "data=text batch_size=16 micro_batches=4 model.width=256"}
 JOB = "data=fake data.num_samples=512 batch_size=32 micro_batches=4"
-FIXED = "ranks=2 threads=1 codec=raw extra_in_flight=0 epochs=9"
+FIXED = "ranks=2 threads=1 extra_in_flight=0 epochs=9"
 GRAPH_COLUMNS = {
     "graph": "{graph}", "layers": "{layers}", "ranks": "{ranks}", "link": "{link}",
     "slowest rank": "{seconds:.4f} s", "optimum": "{optimum:.4f} s", "over it": "{over:.1%}",
@@ -52,6 +52,7 @@ def options() -> Any:
     names = harness.list_of()
     made.add_argument("--networks", type=names, default=list(NETWORKS), help="model=NAME of each run")
     made.add_argument("--links", type=names, default=[LOOPBACK, "100Mbit"], help="loopback, or rates")
+    made.add_argument("--codec", default="raw", help="codec of every run")
     made.add_argument("--steps", type=harness.at_least(4), default=12, help="steps of a run")
     return made
 
@@ -59,13 +60,14 @@ def options() -> Any:
 def bench(asked: Options, path: Path) -> Results:
     """Cut the graphs, and plan and train the networks; return the results."""
     facts = {"steps": asked.steps, "repeats": asked.repeats, "job": JOB, "jobs": JOBS, "fixed": FIXED}
+    facts["codec"] = asked.codec
     results = Results(path, job=facts, graphs=[], rows=[])
     for file in sorted(asked.graphs.glob("*.txt")) if asked.graphs else ():
         results.keep(graphs=list(_cuts(file)))
     if results.content["graphs"]:
         harness.show(results.content["graphs"], GRAPH_COLUMNS)
     for name, link in itertools.product(asked.networks, map(parse_link, asked.links)):
-        runs = [_run(name, link, asked.steps) for _ in range(asked.repeats)]
+        runs = [_run(name, link, asked.steps, asked.codec) for _ in range(asked.repeats)]
         results.keep(rows=[_row(name, link, runs)])
         harness.show([results.content["rows"][-1]], STEP_COLUMNS)
     if results.content["rows"]:
@@ -106,10 +108,11 @@ def optimum(profile: Profile, parts: int, rate: float) -> float:
     return float(best[-1])
 
 
-def _run(name: str, link: Link, steps: int) -> dict[str, Any]:
+def _run(name: str, link: Link, steps: int, codec: str) -> dict[str, Any]:
     """Plan and train a network on two ranks; return the prediction of its summary."""
     with private_folder() as folder, shaped_links.joined(link) as ends:
-        typed = f"model={name} {JOBS.get(name, JOB)} {FIXED} max_steps={steps} hydra.run.dir={folder}/run"
+        typed = f"model={name} {JOBS.get(name, JOB)} {FIXED} codec={codec} max_steps={steps}"
+        typed += f" hydra.run.dir={folder}/run"
         typed += "" if link.rate is None else f" link={link.name}"
         address = "127.0.0.1" if link.rate is None else ADDRESSES[0]
         meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(_free_port())}

@@ -138,13 +138,14 @@ class PlanStage:
     packing_backward: float = 0.0
 
     def transfer_seconds(self, way: str, rate: float | None) -> float:
-        """Seconds in which the tensors of a micro-batch are packed, pass the link after the stage and are
-        unpacked; ``way``: "forward" or "backward"; ``rate``: bits per second, None: free."""
+        """Seconds of a micro-batch on the link after the stage.
+
+        Args:   way: "forward" or "backward"; rate: bits per second, None: free."""
         if not rate:
             return 0.0
         packed = getattr(self, f"packed_{way}")
         num_bytes = getattr(self, f"bytes_{way}") if packed is None else packed
-        return getattr(self, f"packing_{way}") + 8 * num_bytes / rate
+        return 8 * num_bytes / rate
 
     @property
     def held_bytes(self) -> int:

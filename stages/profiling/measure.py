@@ -210,7 +210,7 @@ def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5, pa
         example_inputs: What was traced, or one micro-batch of the shape of the largest example; on the meta
             device its numbers are random, and its integers 0.
         repeats: Runs of which the median is taken, after one that is not counted.
-        packs: Try every lossless codec on what may pass a cut, for plans with links.
+        packs: Try every lossless codec on what may pass a cut, for plans with links; not on the meta device.
 
     Returns:
         The Profile; seconds are per micro-batch with the threads that torch has now. One thread counts its

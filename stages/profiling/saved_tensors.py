@@ -17,7 +17,9 @@ from torch import fx, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ...compression.buffers import Pool
+from ...compression.codec import encode
 from ...compression.codec_cost import Cost, candidates, sample, trial
+from ...compression.zero_value import has_bitmap
 from ..memory.saved_tensor_hooks import ParameterFilter
 from ..torch_private import current_node, memory_id, saved_tensors_hooks, tree_leaves
 from ..tracing.dataflow import travels
@@ -203,6 +205,7 @@ def observe_step(
     first, pool = _FirstIteration(graph.model_copy), Pool()
     costs: dict[int, dict[str, Cost]] = {}
     gradient_costs: dict[int, dict[str, Cost]] = {}
+    frames: dict[int, torch.Tensor] = {}  # of samples, whose bitmaps gradients use
 
     # A hook of the graph that knew ``first``, which knows nodes of it, would keep both for good.
     def look(number: int, gradient: torch.Tensor | None) -> None:  # a Function may give none
@@ -211,7 +214,7 @@ def observe_step(
         if not travels(gradient):
             far.add(number)
         elif packs:
-            gradient_costs[number] = _tried(gradient, pool)
+            gradient_costs.setdefault(number, _tried(gradient, pool, frames.get(number)))
 
     def made(node: fx.Node, result: Any) -> None:
         for number, leaf in zip(record.outputs[node].values, tree_leaves(result), strict=True):
@@ -219,6 +222,8 @@ def observe_step(
                 first.made(number, record.values[number].name, leaf)
                 if packs and not record.values[number].parameter and travels(leaf):
                     costs[number] = _tried(leaf, pool)
+                    if record.values[number].stops(len(graph.train.layers)):  # where it is zero
+                        frames[number] = encode(sample(leaf.detach()))
                 if leaf.grad_fn is not None:
                     leaf.register_hook(functools.partial(look, number))
 
@@ -235,7 +240,8 @@ def observe_step(
     roots = [t for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     wanted = [p for p in graph.model_copy.parameters() if p.requires_grad]
     if roots and wanted:
-        torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
+        like = torch.randn_like if packs else torch.ones_like  # a sum of outputs may have no gradient
+        torch.autograd.grad(roots, wanted, [like(t) for t in roots], allow_unused=True)
     drew = [i for i, layer in enumerate(graph.train.layers) if layer.name in record.random]
     asked = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
     refused: dict[int, str] = {}
@@ -247,8 +253,10 @@ def observe_step(
     return seen, refused
 
 
-def _tried(tensor: torch.Tensor, pool: Pool) -> dict[str, Cost]:
-    """Return the cost of every codec on a tensor that may pass a cut."""
+def _tried(tensor: torch.Tensor, pool: Pool, mask: torch.Tensor | None = None) -> dict[str, Cost]:
+    """Return the cost of every codec on a tensor that may pass a cut; ``mask``: the frame of a sample whose
+    bitmap is used where a codec can."""
     part, size = sample(tensor.detach()), tensor.nbytes
     codecs = candidates(tensor.dtype, on_gpu=tensor.is_cuda)
-    return {codec: trial(part, codec, pool, num_bytes=size) for codec in codecs}
+    masks = {codec: mask if has_bitmap(codec) else None for codec in codecs}
+    return {codec: trial(part, codec, pool, num_bytes=size, mask=masks[codec]) for codec in codecs}

@@ -71,6 +71,34 @@ def test_a_loss_that_draws_has_the_numbers_of_its_micro_batch():
             plain.bias.copy_(model.bias)
 
 
+class Skips(nn.Module):
+    """A value of the first layer is read by the last one, and by none between."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        first = torch.relu(self.a(x))
+        return self.d(torch.relu(self.c(torch.relu(self.b(first)))) + first)
+
+
+def test_the_codecs_of_a_plan_for_links_are_those_of_what_its_stages_pack():
+    model, x, y = Skips(), torch.randn(12, 6), torch.randint(6, (12,))
+    plain = copy.deepcopy(model)
+    pipe = small(model, (x[:4],), cuts=["a", "b", "c"], link="8Mbit")
+    named = [(stage.codecs, stage.gradient_codecs) for stage in pipe.plan.stages]
+    assert all(codecs for codecs, _ in named[:-1])
+    assert all(codecs for _, codecs in named[1:])
+    assert "a" in named[0][0]
+    assert "a" not in named[2][1]
+    same_step(pipe, model, plain, (x, y))
+    moved = dataclasses.replace(pipe.plan.stages[0], codecs={"gone": "zero_value"})
+    edited = dataclasses.replace(pipe.plan, stages=(moved, *pipe.plan.stages[1:]))
+    again = penstock.Pipeline(Skips(), edited, loss=cross_entropy, optimizer=OPTIMIZERS["sgd"])
+    assert again.step(x, y).loss > 0
+
+
 def test_one_call_on_ranks_has_the_plan_of_the_first_and_its_refusal():
     def train(world=None):
         with pytest.raises(penstock.PlanError, match="nowhere"):

@@ -253,12 +253,34 @@ def test_an_audit_beside_a_run_is_a_process_that_repeats_a_step_after_the_newest
     assert audit.result["steps"] == []
 
 
+WAITS = """
+import sys, time
+
+if "audit" in sys.argv:
+    open("begun", "w").close()
+
+class Waits(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure=None):
+        Waits.count += 1
+        until = time.time() + 60
+        while "audit" not in sys.argv and Waits.count == 60 and not os.path.exists("begun"):
+            assert time.time() < until
+            time.sleep(0.05)
+        return super().step(closure)
+"""
+
+
 def test_a_run_audits_itself_and_ends_an_audit_that_is_on_its_way(capfd):
-    job = JOB.replace("epochs=2", "epochs=60") + " optimizer=adamw checkpoint.every=5 checkpoint.keep=999"
+    Path("mine.py").write_text(PLANTED + WAITS)
+    job = JOB.replace("epochs=2", "epochs=10") + " checkpoint.every=5 checkpoint.keep=999"
+    job += " optimizer._target_=mine.Waits optimizer.lr=0.1"
     trained(f"{job} ranks=1 audit.every=0.1s hydra.run.dir=run")
     shown = capfd.readouterr().out
     assert "audit.every=" not in shown, shown
     assert summary("run")["audit"]["differ"] == []
+    assert Path("begun").exists()
     own = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     assert not [pid for pid in own if b"audit" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 

@@ -104,6 +104,6 @@ def test_the_table_shows_what_is_not_known_as_a_dash_and_errors_where_there_is_r
     ]:
         drawn = tables.prediction_table({"stages": stages, "prediction": told}, wide=wide)
         assert drawn is not None
-        columns = [list(column.cells) for column in drawn.columns]
+        columns = [[*map(str, column.cells)] for column in drawn.columns]
         assert (columns[1], columns[2], columns[4]) == cells
     assert tables.prediction_table({"stages": stages, "prediction": None}) is None

@@ -115,14 +115,15 @@ def test_a_compiled_piece_with_an_lstm_has_the_bits_of_the_plain_loop(tier, monk
 
 def test_what_a_compiled_lstm_saves_is_offloaded():
     lstm, x = compiled(nn.LSTM(64, 64), AOT), torch.randn(5, 64, 64)
-    gradients = []
-    for saved in (contextlib.nullcontext(), penstock.offload(min_bytes=1)):
+    gradients, packed = [], penstock.offload(min_bytes=1)
+    for saved in (contextlib.nullcontext(), packed):
         lstm.zero_grad()
         with saved:
             out = lstm(x)[0]
         out.sum().backward()
         gradients.append([p.grad for p in lstm.parameters()])
     assert all(map(torch.equal, *gradients))
+    assert packed.bytes_raw > 0
 
 
 def test_a_compiled_module_is_one_layer_under_its_own_names():
