@@ -103,7 +103,8 @@ def record_digests(
     returned: LayerTensors | None = None
     if layers:
         is_due: Callable[[], bool] = lambda: (pipe.num_steps + 1) % every == 0  # noqa: E731
-        returned = LayerTensors(pipe.stages.values(), "", keep=_digest_of_elements, wanted=is_due)
+        how: Any = {"keep": _digest_of_elements, "wanted": is_due, "every_gradient": False}
+        returned = LayerTensors(pipe.stages.values(), "", **how)
 
     def gathered(mine: Any) -> list[Any]:
         return [mine] if pipe.world.is_alone else pipe.world.all_gather_json(mine, at="the digests of a step")

@@ -24,6 +24,7 @@ from ...stages.tracing.verify import same_bits
 if TYPE_CHECKING:
     from ...stages.stage.stage import Stage
     from ...stages.stage.value_routing import Route
+    from ...stages.tracing.dataflow import Probe
     from ...stages.tracing.layers import Layer
 
 OF_MICRO_BATCH = ", micro-batch "
@@ -73,7 +74,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 class LayerTensors:
     """Copies of what the layers under ``name`` return from now on, in ``found``; ``keep`` makes them of a
-    tensor, in the forwards that begin while it is ``wanted``."""
+    tensor, in the forwards that begin while it is ``wanted``; without ``every_gradient`` not of gradients of
+    which frames keep a part, where a ReLU lets them through."""
 
     def __init__(
         self,
@@ -81,13 +83,16 @@ class LayerTensors:
         name: str,
         keep: Callable[[torch.Tensor], object] = copied,
         wanted: Callable[[], bool] = lambda: True,
+        *,
+        every_gradient: bool = True,
     ) -> None:
         self.name, self.keep, self.wanted, self.found = name, keep, wanted, list[LayerTensor]()
+        self._every_gradient = every_gradient
         for stage in stages:
             stage.guard = _Copies(self, stage)
 
     def take(
-        self, stage: int, micro_batch: int, unwritten: Callable[[Layer, torch.Tensor], bool],
+        self, stage: int, micro_batch: int, record: Probe, unwritten: Callable[[Layer, torch.Tensor], bool],
         layer: Layer, result: Any,
     ) -> None:  # fmt: skip
         """Keep a layer's ``result`` but for ``unwritten`` memory, and its gradients once they are there."""
@@ -98,6 +103,9 @@ class LayerTensors:
                 continue
             one = LayerTensor(layer.name, layer.module, stage, micro_batch, place, self.keep(tensor))
             self.found.append(one)
+            value = record.values[record.outputs[layer.node].values[place]]
+            if not self._every_gradient and any(stops for _, stops in value.writers):
+                continue
             # a look at the node of a view that was written to may make it anew, see nan_check.py
             if tensor.requires_grad and tensor.grad_fn and not (is_view(tensor) and version_of(tensor)):
                 tensor.grad_fn.register_prehook(functools.partial(self._take_gradient, one, tensor.output_nr))
@@ -136,7 +144,8 @@ class _Copies:
         if not self._tensors.wanted():
             return then
         micro_batch = next(reversed(self._stage.running))
-        return _CopyingWatch(functools.partial(self._tensors.take, self._stage.index, micro_batch), then)
+        place = self._stage.index, micro_batch, route.record
+        return _CopyingWatch(functools.partial(self._tensors.take, *place), then)
 
 
 class _CopyingWatch(Watch):

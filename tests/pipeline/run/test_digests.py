@@ -67,8 +67,11 @@ def test_lines_are_the_same_where_parameters_and_gradients_are_in_a_tier(capfd):
     trained(f"{job} ranks=1 hydra.run.dir=plain")
     layers = steps_of("plain")[2]["layers"]
     assert len(layers) == 4 * 6
-    assert [row[0] for row in layers if row[-1] is None] == ["_0"] * 4  # of which there is no gradient
+    # Of the first there is no gradient, and frames keep that of a ReLU in part.
+    assert [row[0] for row in layers if row[-1] is None] == [n for n in ("_0", "_2", "_4") for _ in range(4)]
     shared = "replicas.count=2 replicas.exact=true replicas.shares=[3,1]"
+    trained(f"{job} ranks=2 cuts=[_2] codec=zero_value hydra.run.dir=relu")
+    assert diff(capfd, "plain", "relu")[0] == 0
     for tier, options in (("disk", "schedule=zb_h1 recompute=true"), ("packed", shared)):
         capfd.readouterr()
         trained(f"{job} ranks=2 memory.parameters={tier} {options} hydra.run.dir={tier}")
