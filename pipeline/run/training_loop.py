@@ -334,8 +334,9 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             audited = {} if audit is None else {"audit": audit.result}
             noted: Any = {"config": options, "totals": vars(totals), **audited}
             kept.notes = lambda: noted | {"judge": judge.state()}
-            stored = OmegaConf.to_yaml(OmegaConf.create(options | folder.held_now(config)))
-            starts.append({"step": pipe.num_steps, "config": stored, "plan": plan.to_json()})
+            if first:
+                stored = OmegaConf.to_yaml(OmegaConf.create(options | folder.held_now(config)))
+                starts.append({"step": pipe.num_steps, "config": stored, "plan": plan.to_json()})
             see = [totals.add, lambda report: metrics.append(step_line(report)), progress.step]
             see += [foretell(plan, tell), overrun(plan, tell)]
             if every:
