@@ -100,9 +100,12 @@ def record_digests(
     """Return what writes a line after each ``every``-th step, with ``layers`` also the digests of what layers
     returned, and once into ``world`` the host of each rank, its stages and the names that it holds;
     collective."""
+
+    def is_due() -> bool:
+        return (pipe.num_steps + 1) % every == 0
+
     returned: LayerTensors | None = None
     if layers:
-        is_due: Callable[[], bool] = lambda: (pipe.num_steps + 1) % every == 0  # noqa: E731
         how: Any = {"keep": _digest_of_elements, "wanted": is_due, "every_gradient": False}
         returned = LayerTensors(pipe.stages.values(), "", **how)
 

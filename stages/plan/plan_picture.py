@@ -73,20 +73,15 @@ def _draw_link(axes: "Axes", number: int, stage: PlanStage, *, local: bool) -> N
     start = number * (WIDTH + GAP) + WIDTH + 0.03
     end, middle, style = start + GAP - 0.06, start + GAP / 2 - 0.03, "dashed" if local else "solid"
     flows = (
-        (0.62, start, end, FORWARD_COLOR, show_sent(stage.bytes_forward, stage.packed_forward, arrow="\n→ ")),
-        (
-            0.38,
-            end,
-            start,
-            BACKWARD_COLOR,
-            show_sent(stage.bytes_backward, stage.packed_backward, arrow="\n→ "),
-        ),
+        (0.62, start, end, FORWARD_COLOR, stage.bytes_forward, stage.packed_forward),
+        (0.38, end, start, BACKWARD_COLOR, stage.bytes_backward, stage.packed_backward),
     )
     look = {"arrowstyle": "-|>", "linewidth": 2, "linestyle": style, "mutation_scale": 14}
-    for height, tail, head, colour, sent in flows:
+    for height, tail, head, colour, raw, packed in flows:
         arrow = {**look, "color": colour, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", xy=(head, height), xytext=(tail, height), arrowprops=arrow)
-        _write(axes, middle, height + 0.03, sent, size=8.5, va="bottom")
+        text = show_sent(raw, packed, arrow="\n→ ")
+        _write(axes, middle, height + 0.03, text, size=8.5, va="bottom")
 
 
 def _draw_seconds(axes: "Axes", stages: Sequence[PlanStage]) -> None:
