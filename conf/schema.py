@@ -324,6 +324,11 @@ class PlanConfig:
 
     searched = tuple[str, ...]()  # no option: those that are to be chosen; until then they have some number
 
+    @property
+    def has_links(self) -> bool:
+        """True if the rate of a link between ranks is given, so that bytes take time."""
+        return self.link is not None or self.cluster is not None
+
     def __post_init__(self) -> None:
         for name in ("stages", "batch_size", "threads"):
             at_least(1, name, getattr(self, name))

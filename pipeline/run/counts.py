@@ -119,4 +119,4 @@ def _measured(config: PlanConfig, samples: Samples, micro_batches: int) -> Profi
     tried: Any = dataclasses.replace(config, micro_batches=micro_batches)
     autocast = build.autocast(getattr(config, "autocast", None))
     found = recorded_without_memory(tried, samples) or record(tried, samples, autocast=autocast)
-    return found.measure(packs=config.link is not None or config.cluster is not None)
+    return found.measure(packs=config.has_links)

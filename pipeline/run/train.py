@@ -143,8 +143,7 @@ def build_run(
     if plan is None:
         autocast = build.autocast(config.autocast)
         recorded = recorded or record(config, samples, model=model, autocast=autocast)
-        has_links = config.link is not None or config.cluster is not None
-        plan = decide(config, recorded.measure(packs=has_links))
+        plan = decide(config, recorded.measure(packs=config.has_links))
     if source:
         source.compare(config, plan, console.warn)
     config.stages = plan.num_stages
