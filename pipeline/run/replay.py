@@ -15,7 +15,6 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,8 +256,7 @@ def _starts(folder: RunFolder, *, until: int) -> list[Start]:
 
 def _check_starts(run: Path, starts: Sequence[Start], begins: int) -> None:
     """Refuse to repeat steps through a start at which options changed, or a stream was drained."""
-    for before, after in pairwise([None, *starts]):
-        assert after is not None, "only the first is none"
+    for before, after in zip([None, *starts], starts, strict=False):
         if after.step <= begins:
             continue
         changed = "no start before it is on record"
@@ -382,8 +380,8 @@ def audited(
 
     Raises:  ConfigError: there is nothing on record, or not what a replay computes."""
     folder, draw = RunFolder(path=run), random.Random(seed)
-    last = _starts(folder, until=sys.maxsize)[-1].config
-    if last.streams:
+    starts = _starts(folder, until=sys.maxsize)
+    if starts[-1].config.streams:
         raise ConfigError(
             f"an audit compares digests of steps, and {run} has micro-batches of several in flight; repeat "
             "single steps with penstock replay"
@@ -393,7 +391,7 @@ def audited(
         raise ConfigError(f"step={step} is not on record in {folder.digests}; name one that is, or none")
     drawn = draw.sample(on_record, min(steps, len(on_record))) if step is None else [step]
     for number in sorted(drawn):
-        start = _starts(folder, until=number)[-1]
+        start = next((one for one in reversed(starts) if one.step <= number), starts[0])
         if start.config.replicas.several and not start.config.replicas.exact:
             raise ConfigError(
                 f"{run} summed gradients over replicas in another order than a replay does, so it cannot be "
@@ -464,7 +462,9 @@ def first_not_finite(run: Path) -> int:
     Raises:  ConfigError: every loss is one."""
     folder = RunFolder(path=run)
     lines = _metrics(folder)
-    if lines and _starts(folder, until=0)[0].config.streams:  # whose first steps may end no micro-batch
+    if (
+        lines and _starts(folder, until=sys.maxsize)[0].config.streams
+    ):  # whose first steps may end no micro-batch
         lines = [*itertools.dropwhile(lambda line: line["loss"] is None, lines)] or lines
     for line in lines:
         if line["loss"] is None:
