@@ -1,7 +1,5 @@
 """``python -m penstock``, and so ``torchrun -m penstock``: the ``penstock`` command."""
 
-from __future__ import annotations
-
 from .scripts.command import main
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ speed of lz4. A payload, little-endian, the sections of zero_value as laid out i
     values   the rest: an lz4 block, or as they are where that is not shorter
 """
 
-from __future__ import annotations
-
 import lz4.block
 import numpy as np
 

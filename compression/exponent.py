@@ -18,8 +18,6 @@ Little-endian, sections at multiples of 64 bytes, zeros between, n words padded 
 A padding word has the exponent of code 0, and its other bits are zero.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import lru_cache
 from typing import NamedTuple

@@ -11,8 +11,6 @@ a whole tensor would lose its small blocks. A payload, little-endian::
     words    the blocks that travel as they are, one after another
 """
 
-from __future__ import annotations
-
 import ctypes
 from abc import abstractmethod
 from collections.abc import Iterator

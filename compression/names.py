@@ -3,8 +3,6 @@
 ``registry.py`` and ``lossy.py`` hold what the names stand for; a test holds the lists against each other.
 """
 
-from __future__ import annotations
-
 import re
 
 from .errors import CodecError

@@ -11,8 +11,6 @@ A payload, little-endian::
 The width is the least that holds the range and at least 1, so the bytes are the same on every machine.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 

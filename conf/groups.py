@@ -4,8 +4,6 @@ The files are read as they lie in the package, so what a person typed can be hel
 heavy is imported. A target of one's own takes what it takes, which only its import can tell.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from importlib import resources

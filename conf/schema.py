@@ -4,8 +4,6 @@ Hydra checks names and types against these classes; rules between options are ch
 which runs when ``OmegaConf.to_object`` makes the object. Plain dataclasses, since Hydra writes to them. Their
 ``Attributes`` are what ``--help`` prints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

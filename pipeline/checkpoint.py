@@ -2,8 +2,6 @@
 
 ``Saving`` is a save in parts, so that those that wait for the disk may run in a thread beside training."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

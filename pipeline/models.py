@@ -3,8 +3,6 @@
 All of them trace at any batch size, in many small layers: no choice by value, no numbers made of shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise

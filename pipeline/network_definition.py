@@ -11,8 +11,6 @@ It is traced like any other model, so ``penstock plan graph=true`` draws it. A f
       - {name: head, type: Linear, arguments: {in_features: 6272, out_features: num_classes}}
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial, reduce

@@ -1,7 +1,5 @@
 """Facts that a figure needs beside it: command, hardware, versions, date."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

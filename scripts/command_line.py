@@ -2,8 +2,6 @@
 
 Hydra answers a flag it does not know with its whole usage; here it is one sentence, before Hydra composes."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

@@ -5,8 +5,6 @@ it is done. On a CPU everything is done where it is asked for, by the same metho
 """
 # ruff: noqa: D102 (methods of a GPU are those of Device)
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -4,8 +4,6 @@ On the meta device torch's dispatch says which calls would draw or write (``Meta
 bytes of a memory tell it (``Contents``): a write through ``.data`` or NumPy, or by a kernel that gives no
 version. A later layer that writes to what is saved changes a gradient; on another stage it would not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random layers are seeded one by one, so that a run does not depend on how the model is cut."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random

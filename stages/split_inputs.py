@@ -1,7 +1,5 @@
 """A batch that comes in its micro-batches, of which a process may have some alone."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

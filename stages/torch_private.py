@@ -3,8 +3,6 @@
 A release of torch may change any of them; ``tests/stages/test_torch_private.py`` says what breaks then.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import sys

@@ -1,7 +1,5 @@
 """Threads and streams that do tasks in the order in which they were submitted, beside the training thread."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import deque

@@ -9,8 +9,6 @@ reads: so no thread waits for what another one stores.
 # Triton's compiler reads these functions; to Python their numbers are of no type.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ Source: Lemire and Boytsov, Decoding billions of integers per second through vec
 # Triton's compiler reads these functions; to Python their numbers are of no type.
 # pyright: reportOperatorIssue=false
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ the host wait. Words are integers: comparing floats would lose -0.0 and flush de
 Source: Rhu et al., Compressing DMA Engine, HPCA 2018, section 4 (zero-value compression).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

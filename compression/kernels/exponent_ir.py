@@ -14,8 +14,6 @@ the whole tail. ``packs`` and ``unpacks`` take the same and store past the cache
 multiple of 64; other addresses need no alignment. pack writes up to ``BLOCK_TAIL_BYTES`` behind ``limit``.
 Nothing outside the sections is read or written, whatever they hold."""
 
-from __future__ import annotations
-
 from itertools import product
 
 from ..frame import BLOCK

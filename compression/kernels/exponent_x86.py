@@ -1,7 +1,5 @@
 """The steps of the exponent kernels where AVX2 or AVX-512 have instructions for them, as textual LLVM IR."""
 
-from __future__ import annotations
-
 from .exponent_ir import (
     BOOLS,
     BYTES,

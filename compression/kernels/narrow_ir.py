@@ -18,8 +18,6 @@ Source: Lemire and Boytsov, Decoding billions of integers per second through vec
 and Experience 45, 2015 (vertical layout).
 """
 
-from __future__ import annotations
-
 ROW_BYTES = 64
 BITS = (8, 16, 32, 64)
 _UNROLL = 4

@@ -11,8 +11,6 @@ first. Nothing is read or written beyond the words; addresses need no alignment.
 LLVM makes vectors of 64 words of them, and is told that planes and words do not overlap.
 """
 
-from __future__ import annotations
-
 BITS = (16, 32, 64)
 _ACCESS = "align 1, !llvm.access.group !0"
 

@@ -19,8 +19,6 @@ Other addresses need no alignment.
 
 Source: Rhu et al., Compressing DMA Engine, HPCA 2018, section 4 (zero-value compression)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from ..frame import BLOCK

@@ -3,8 +3,6 @@
 The order belongs to (seed, epoch), and what a sample draws (a crop, a mix of two) to the batch, so that a run
 does not depend on how it is cut, on how many processes load for it, and on whether it was stopped."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections import Counter

@@ -2,8 +2,6 @@
 
 Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI (1998); see ``digits.txt``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

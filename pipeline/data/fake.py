@@ -2,8 +2,6 @@
 
 Each image is drawn from its own number, so nothing is stored and every rank sees the same pixels."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
 

@@ -2,8 +2,6 @@
 
 Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, arXiv:1708.07747 (2017)."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from math import prod

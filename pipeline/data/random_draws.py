@@ -1,7 +1,5 @@
 """Random draws of a run: the order of an epoch, and the first states of a batch's generators."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """Two splits of samples and what a model must know of them, and their batches, read in this process."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Places of a data set's files for all ranks: one storage that each of them reads, or local copies."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

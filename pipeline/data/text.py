@@ -1,7 +1,5 @@
 """Any UTF-8 file as characters, for networks that guess the next one; by default Python's help topics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reports of failed ranks, and the one cause among the consequences (law L7): all others lose a peer."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

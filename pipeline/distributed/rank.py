@@ -2,8 +2,6 @@
 
 ``python -m penstock.pipeline.distributed.rank MODULE ARGUMENT ...`` then runs MODULE as the program."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import runpy

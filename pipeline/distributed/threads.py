@@ -14,8 +14,6 @@ What threads share and processes do not:
     signals            the main thread hears them, and tells the ranks (``groups.hearing``)
     memory             what a report tells of the process is told by each rank"""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Packed exchanges for all integrations: counters, and the codec of a tensor by measurement."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ same.
 
 Source: Belady's choice (A study of replacement algorithms, IBM Systems Journal 5(2), 1966), per shard."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy

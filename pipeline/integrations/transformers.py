@@ -1,7 +1,5 @@
 """Trainers of Hugging Face transformers: one whose model is cut into stages, one that packs what it saves."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 torch puts the norms together by device and dtype in an order of its own, and promotes them where they differ.
 So torch is asked for that order, with empty tensors in the place of gradients that other ranks hold."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 

@@ -16,8 +16,6 @@ Update 0 has no delay, so that update 1 has no error to make up. One that is ski
 applies nothing and counts as no update before. Source: after the idea of error feedback in arXiv 2606.30634;
 the formula is the one given here."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ is whole while the backward goes on before it. A gradient that there is none of 
 adding changes no bit of a sum: 0.0 would make 0.0 of -0.0. So buffers add up whole, whichever parameters got
 a gradient where. They are used again in each step: new memory costs a system more than the copies into it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Making an optimizer from what a person gives: a function of (name, parameter) pairs."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import statistics

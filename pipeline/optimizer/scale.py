@@ -4,8 +4,6 @@ The plain loop's GradScaler knows one optimizer; here every stage has one, and r
 skip with those that did. So its kernels and its numbers are used, and the verdict is everybody's.
 Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

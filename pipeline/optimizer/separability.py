@@ -4,8 +4,6 @@ Some do not: they clip by a norm over all gradients, estimate one step size for 
 turn, or count their steps. The optimizers of torch.optim are known by name. Any other one is tried before
 training on small parameters under the model's names: all at once, and part by part."""
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

@@ -4,8 +4,6 @@ It is made on an optimizer of all parameters, which never updates, and what it s
 stages. So its functions count and draw as in the plain loop, and its state does not depend on the cuts.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

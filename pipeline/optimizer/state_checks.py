@@ -3,8 +3,6 @@
 A state comes from a file that others may have written. Its keys, shapes and dtypes, and the kinds of its
 plain values, are compared with those of this training; what the numbers say is not checked."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Collection, Mapping

@@ -11,8 +11,6 @@ Stages whose parameters are in a mirror are updated layer by layer, with the bit
 
 Of an optimizer that updates every element by itself a turn takes one piece at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

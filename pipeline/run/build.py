@@ -3,8 +3,6 @@
 Each of the four groups names its own by ``_target_``, ours and the user's alike, so one way of calling serves
 all, and a wrong option is refused with the options that the target takes."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools

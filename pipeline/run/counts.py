@@ -2,8 +2,6 @@
 
 Layers are measured at two sizes of a micro-batch; for others their seconds are taken in a straight line."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 A GPU needs more than deterministic algorithms: cuBLAS a fixed workspace, before it is first used; cuDNN no
 search for the fastest kernel, which may find another one every time."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

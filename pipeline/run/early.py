@@ -4,8 +4,6 @@ A refusal that a person waits for is one that they meet again and again: torch t
 model more to trace, so all that needs neither is checked here, once, and nothing here may import them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence

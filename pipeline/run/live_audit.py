@@ -2,8 +2,6 @@
 
 It has the lowest priority, so it takes what the ranks leave of the cores of rank 0's machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

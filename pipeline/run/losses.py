@@ -1,7 +1,5 @@
 """The losses that ``loss=`` names: functions of (outputs, targets) that return a 0-dim tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

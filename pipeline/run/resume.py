@@ -1,7 +1,5 @@
 """Resolve ``resume=`` before ranks start: the checkpoint, and whether the training is the same."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

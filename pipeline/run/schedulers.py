@@ -1,7 +1,5 @@
 """``scheduler=warmup``: the learning rate goes up in a line, then down along a cosine."""
 
-from __future__ import annotations
-
 import functools
 import math
 

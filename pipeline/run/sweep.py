@@ -1,7 +1,5 @@
 """The end of ``--multirun``: a row and a line of a picture for each run that trained."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

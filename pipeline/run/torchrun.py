@@ -6,8 +6,6 @@
 What travels is JSON of the process group: a plan, numbers, and the name of a folder. Nothing that a rank
 receives names what it imports or runs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -5,8 +5,6 @@ Facts are compared as one digest; only where digests differ do the ranks exchang
 refuse with one sentence that names the first difference. A refusal of one rank in such a place travels the
 same way, so that no rank waits for one that has left."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

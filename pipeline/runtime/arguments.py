@@ -1,7 +1,5 @@
 """Refusals of Pipeline before anything runs: each a PlanError with rule, finding and remedy."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

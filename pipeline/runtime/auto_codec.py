@@ -4,8 +4,6 @@ steps 1, 2      every codec is tried on samples of what travels: seconds and byt
 then            the choice with the shortest predicted step runs in turns against the plan's and "raw"
 3 turns each    the fastest stays; every hundredth step the search begins anew"""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections import defaultdict

@@ -3,8 +3,6 @@
 The plan's device of a stage counts more than the device of the model. Values are read or made for the stages
 of this process alone, so no rank ever has the whole model."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Metrics of a test: computed by the rank that has the outputs, batch by batch, and given to all ranks."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

@@ -14,8 +14,6 @@ all of a slice of the flat buffer are, the slice goes out, in an order that is t
 no backward ended goes out at the update. The sums run in threads of gloo, the backward in this one.
 Source: Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets of gradients)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence

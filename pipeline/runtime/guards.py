@@ -13,8 +13,6 @@ loop shows it at that moment, or the step is refused in a sentence that says who
 Watched are the first step with every shape of a micro-batch, the first after a load, and every hundredth.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -4,8 +4,6 @@ Shares are taken up only where the slowest replica gains by it: seconds vary, an
 their turns would make ever other sums, and plans of steps, for nothing.
 Source: Hamilton's method (Balinski and Young, Fair Representation, 1982, appendix A)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from ...compression.errors import PlanError

@@ -2,8 +2,6 @@
 
 Of memory, what the system says and what can be counted are reported next to each other."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import sys

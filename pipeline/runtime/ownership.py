@@ -1,7 +1,5 @@
 """Owners of parameters, which all ranks know without asking, and the stages that run in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence

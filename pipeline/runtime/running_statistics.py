@@ -4,8 +4,6 @@ In training a batch norm reads nothing of its running statistics. So each forwar
 factor of 1, and leaves there the mean and the variance of its micro-batch. At the update all replicas get
 those of all micro-batches, and each adds them to the buffers in ascending order, as one process would."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping

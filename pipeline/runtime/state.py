@@ -1,7 +1,5 @@
 """The state of a pipeline under the plain model's names, gathered and loaded whatever the cut."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Collection, Mapping, Sequence

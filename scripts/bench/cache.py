@@ -4,8 +4,6 @@ The simulator drives a policy as the broker does; a job keeps its pace, whatever
 the same result. Source of the optimum: L. A. Belady, A study of replacement algorithms for a virtual-storage
 computer, IBM Systems Journal 1966."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -6,8 +6,6 @@ Muon updates all of it. The learning rate of each optimizer is the best of some 
 a seed of its own. The loss that counts is that of held-out samples behind the last step: a test in between
 would drain."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time

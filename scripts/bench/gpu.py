@@ -4,8 +4,6 @@ Most machines that test this code have no GPU, so one call checks all there is t
 the CPU's, that the host never waits, and the speeds. Every tensor has its own memory, which is written
 before the clock starts, so that no route finds another's data in the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

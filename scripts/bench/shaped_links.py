@@ -5,8 +5,6 @@ to processes that do nothing else and end with this one, however it ends, so not
 
 Source: tc-tbf(8), unshare(1), veth(4), linux/ethtool.h (SIOCETHTOOL)."""
 
-from __future__ import annotations
-
 import array
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Torch's own stages and schedules, made from the same trace with the same layers as ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of what was tried: a summary by library on top, what was refused by its words below."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import re

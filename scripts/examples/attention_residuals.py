@@ -6,8 +6,6 @@ A value that many layers read passes every cut behind which one of them is; noth
 Source: Kimi Team, Attention Residuals, arXiv:2603.15031 (2026), section 3.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 

@@ -9,8 +9,6 @@ forward saves 768 MiB for its backward. Large blocks of memory have mappings of 
 MALLOC_MMAP_THRESHOLD_=131072 in the environment: glibc else keeps most of what was freed between others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import resource

@@ -4,8 +4,6 @@ pip install transformers
 torchrun --nproc-per-node 2 scripts/examples/llama.py 20
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.resources import files
 from typing import Any

@@ -4,8 +4,6 @@ pip install transformers peft
 torchrun --nproc-per-node 2 scripts/examples/lora.py 20
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -4,8 +4,6 @@ pip install timm
 torchrun --nproc-per-node 2 scripts/examples/timm_images.py resnet18 20
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import islice
 from typing import Any

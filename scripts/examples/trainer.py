@@ -5,8 +5,6 @@ torchrun --nproc-per-node 2 scripts/examples/trainer.py 6
 python scripts/examples/trainer.py 6 64 plain   # their own Trainer, for its speed; 64 is the width
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

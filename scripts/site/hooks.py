@@ -1,7 +1,5 @@
 """Hooks of mkdocs: the text of ``--help`` on the page of options, and links that leave docs/."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -13,8 +13,6 @@ what would lie over it gets memory of its own. So does what is larger than noted
 that, too.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import defaultdict

@@ -6,8 +6,6 @@ the table at the end, and what CONTRIBUTING.md lists.
 """
 # ruff: noqa: D102 (methods of stores are those of Store)
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable
 from pathlib import Path

@@ -4,8 +4,6 @@ step.
 It says how often the bytes of some layers are there at once; everybody multiplies their own bytes,
 predicted or measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

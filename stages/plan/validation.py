@@ -3,8 +3,6 @@
 One function on plain values, without torch, so that a command, a plan and a partition refuse in the same
 words; the policies' own rules come with their rows (``stages/weight_versions/policies.py``)."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from ...compression.errors import PlanError

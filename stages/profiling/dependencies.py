@@ -4,8 +4,6 @@ A view of LayerGraph, its probe and its profile, as plain data: a picture draws 
 There are layer and data vertices; edges from input to layer to output (forward), from output to layer to
 input and from what a layer saved to the layer (backward), and from layer to layer (compute)."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

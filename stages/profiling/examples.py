@@ -1,7 +1,5 @@
 """The graph of a plan's model on ranks that were given the plan alone: traced with inputs like its own."""
 
-from __future__ import annotations
-
 import math
 import operator
 import os

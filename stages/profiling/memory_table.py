@@ -3,8 +3,6 @@
 Source: docs/sources.md, system E, S1 and S11-S13: kinds, sizes and lifetimes of intermediate
         data by (layer, order of saving), dependencies inside a layer and to others, reference counts."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import functools

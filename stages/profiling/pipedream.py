@@ -2,8 +2,6 @@
 
 Source: Narayanan et al., PipeDream, SOSP 2019; its repository's ``profiler``, ``graph.txt``."""
 
-from __future__ import annotations
-
 import graphlib
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Walk a stage's layers in order, and hold what each returns against the probe: routes and messages were made
 from its record, so a run that differs from it would send the wrong tensor."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any

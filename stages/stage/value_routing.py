@@ -4,8 +4,6 @@ The same chain carries the gradient back, and each stage adds its part to what c
 autograd's own order of addition (a star, or adding afterwards, would give other bits).
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence

@@ -4,8 +4,6 @@
 other is the same in the plain loop only where one optimizer has both: on one stage; another rank would not
 see it at all. Slices that do not overlap, as those of one flat buffer, are as good as separate."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -8,8 +8,6 @@ read their own attributes anew; of them only the tensors must stay who they are.
 Only what was read is compared, and always with the trace: a change that was refused once is refused again.
 A rank may drop the layers of others, so modules are held weakly; one that is gone has nothing to say."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

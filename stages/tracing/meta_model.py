@@ -3,8 +3,6 @@
 What a record must not depend on is refused: values that forward reads, and tensors that no name leads to,
 which nobody could give values later."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import traceback

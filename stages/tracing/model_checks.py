@@ -3,8 +3,6 @@
 A copy of a refused model, or its trace, would fail with words that do not say what is meant. One layer is
 what was named (``leaves=``) or compiled: it runs as it is, and cuts are between layers."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import sys

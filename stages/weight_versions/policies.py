@@ -2,8 +2,6 @@
 
 Nothing here imports torch: what does not fit is refused before anybody waits for it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ Source: PipeDream (Narayanan et al., SOSP 2019, section 3.3: weight stashing, ve
 
 # ruff: noqa: D102 (methods are those of WeightVersions)
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator

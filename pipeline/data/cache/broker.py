@@ -8,8 +8,6 @@ it: no process that is given it can change its size or map it for writing, not e
 memfd_create(2) and fcntl(2), F_SEAL_FUTURE_WRITE). A socket whose broker was killed is taken over; its folder
 is the lock, so two brokers that start at once do not take it from each other."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap

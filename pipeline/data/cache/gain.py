@@ -18,8 +18,6 @@ is used; what is idle when the halves change roles is the pool's again (S31: all
 A job in its warm-up epoch has no times yet, is not in the list and admits nothing (S11). Where jobs come,
 go or are measured, the list is sorted and the gains and parts are computed anew."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice

@@ -11,8 +11,6 @@ come to use it first; that is checked when the sample is the last.
 What no job will use is kept for a job that may come, after all that a job will use, until ``keep`` seconds
 after the last job that reads the data has left. Time is looked at when an epoch begins or a job leaves."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The eviction policies by name, and the one for readers whose order nobody knows."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

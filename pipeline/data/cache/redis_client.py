@@ -3,8 +3,6 @@
 The server keeps what fits by its own ``maxmemory-policy``, and knows no orders and no epochs. Without it
 samples are read as ever, and that is told."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Only what is sure to come back the same is taken: plain tensors of the host, arrays, numbers, strings, bytes,
 plain images, and tuples, lists and dicts of them. The bytes are a header in JSON and buffers, never code."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

@@ -4,8 +4,6 @@ The first run gives the nodes. Two more, on other data and at other sizes, show 
 of the micro-batch. Where one goes another way, runs that differ in one thing alone show what the way depends
 on: the smallest module around a place that depends on data is taken as one layer, whatever it does inside."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -4,8 +4,6 @@ A rank traces with inputs that it makes itself (``examples.py``), so they have w
 names, shapes, flags between them, and integers that were there (an index beyond a table is an error, and a
 label of -100 is none)."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
