@@ -12,8 +12,6 @@ Words are those of ``kernels/planes_ir.py``: floats are rotated left by one bit;
 are words of their own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 import threading
@@ -56,8 +54,7 @@ class BytePlane(Codec):
 
     name, dtypes = "byte_plane", FLOATS | OTHERS
 
-    def __init__(self, isa: str | None = None) -> None:
-        super().__init__(isa)
+    def __init__(self) -> None:
         self._scratch, self._zstd = Scratch(), _Zstd()
 
     def max_bytes(self, num_words: int, bits: int) -> int:

@@ -4,8 +4,6 @@ One place decides what may be packed and in which memory it comes back; the code
 whose header was read becomes a tensor in memory that its payload accounts for, or not at all.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 
@@ -145,15 +143,13 @@ def pack_into(
     mask: Tensor | None = None,
     pooled: bool = False,
 ) -> int:
-    """Write the frame of ``tensor`` at the start of ``buffer``; a kept buffer spares the page faults.
+    """Write the frame of ``tensor`` at the start of ``buffer``; a kept buffer spares the page faults. Returns
+    its exact length in bytes; raises CodecError as ``encode``, or if the buffer is too short.
 
-    Args:    buffer: 1-D uint8 tensor of at least ``buffer_bytes``, from a ``Pool``.
-             pooled: it is from a ``Pool`` for sure, which made it as it must be.
+    Args:    buffer: 1-D uint8 tensor of at least ``buffer_bytes``, from a ``Pool``; ``pooled``: from one for
+             sure, which made it as it must be.
              requires_grad: what the header says; autograd itself is left out.
-             mask: as ``encode``; not used where the frame has no bitmap for this tensor and codec.
-    Returns: the exact length of the frame in bytes.
-    Raises:  CodecError: as ``encode``, or the buffer is too short.
-    """
+             mask: as ``encode``; not used where the frame has no bitmap for this tensor and codec."""
     if not pooled:
         check_memory(buffer)
     if tensor is None:
@@ -222,12 +218,9 @@ def decode_received(
     """Unpack the frame at the start of ``buffer``, which was posted before anybody knew how long it would be.
 
     Args:    promise: what must come; nothing is allocated for anything else. None: what the header says,
-             within the bounds of ``decode``.
-             mask: as ``decode``.
-             pooled: the buffer is from a ``Pool``, as ``pack_into``.
+             within the bounds of ``decode``. mask, pooled: as ``decode`` and ``pack_into``.
     Returns: the tensor as ``decode``, the length of the frame in bytes, and whether it asks for a gradient.
-    Raises:  CodecError: as ``decode``, or the promise is broken.
-    """
+    Raises:  CodecError: as ``decode``, or the promise is broken."""
     header = read_header(buffer, pooled=pooled)
     if promise is not None:
         promise.check(header)

@@ -1,10 +1,8 @@
 """Cost of each codec on a tensor: bytes and seconds, tried on a sample of the tensor itself.
 
 No codec pays everywhere: zeros, dense floats and integers want different ones, and a fast link wants none.
-Source: DESIGN idea "bypass by measurement"; Rhu et al., HPCA 2018 (densities differ by layer and over time).
+Source: Rhu et al., HPCA 2018 (densities differ by layer and over time).
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable

@@ -16,8 +16,6 @@ outlives the release that wrote it, and no name is ever evaluated. A frame may c
 the port, so a receiver holds it against its ``FrameSpec`` before anything is allocated.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import struct
@@ -281,7 +279,7 @@ class FrameSpec(NamedTuple):
         kept = kept and (strides == self.strides or self.strides is None)
         kept = kept and (requires_grad == self.requires_grad or (self.frozen and not requires_grad))
         if not kept or (flags == MASKED and not self.masked):
-            remedy = "give every rank the same model and plan, and let nobody else reach its ports"
+            remedy = "give every rank the same model, plan and batches, and let nobody else reach its ports"
             raise CodecError(f"a frame brings what was promised, {self._difference(header)}; {remedy}")
 
     def _difference(self, header: Header) -> str:

@@ -4,8 +4,6 @@ Another stride or alignment picks another kernel and with it other bits, so size
 exactly (law L3).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,10 +72,8 @@ class Geometry:
 
 @lru_cache(maxsize=4096)
 def geometry(sizes: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) -> Geometry:
-    """Describe a tensor of ``sizes`` and ``strides`` (elements) whose elements take ``item_bytes`` bytes.
-
-    Raises: CodecError: more than 64 dimensions, or a size, stride or extent that no memory can hold.
-    """
+    """Describe a tensor of ``sizes`` and ``strides`` (elements) whose elements take ``item_bytes`` bytes;
+    raise CodecError for more than 64 dimensions, or a size, stride or extent that no memory can hold."""
     if len(sizes) > MAX_DIMS:
         raise CodecError(f"a frame takes at most {MAX_DIMS} dimensions, found {len(sizes)}; reshape it")
     num_elements, most = math.prod(sizes), math.prod(size for size in sizes if size)
@@ -158,10 +154,8 @@ def _view(
 
 
 def gather(tensor: Tensor, geo: Geometry) -> Tensor:
-    """Copy the words of ``tensor`` (whose geometry is ``geo``) one after another.
-
-    Returns: new words: in memory order, or in the tensor's own order if ``geo`` may not travel.
-    """
+    """Copy the words of ``tensor`` (whose geometry is ``geo``) one after another; return new words, in memory
+    order, or in the tensor's own order if ``geo`` may not travel."""
     if not geo.num_elements:
         return torch.empty(0, dtype=WORDS[geo.word_bits], device=tensor.device)
     storage, first = tensor.untyped_storage(), int(tensor.storage_offset()) * geo.words_per_item
@@ -174,16 +168,10 @@ def gather(tensor: Tensor, geo: Geometry) -> Tensor:
 
 
 def in_order(tensor: Tensor, geo: Geometry, *, words: bool = False) -> tuple[Tensor, Geometry, int]:
-    """Bring the words of ``tensor``, whose geometry is ``geo``, one after another.
+    """Bring the words of ``tensor``, any dense one of geometry ``geo``, one after another; a lazy conjugate
+    or negation is carried out. ``words``: return a dense tensor, too, as words; else as it is.
 
-    Args:
-        tensor: Any dense tensor; a lazy conjugate or negation is carried out.
-        geo: Its geometry.
-        words: Return a dense tensor, too, as words; else as it is.
-
-    Returns:
-        A tensor whose memory begins with the words, the geometry of its frame, and the address mod 64.
-    """
+    Return a tensor whose memory begins with the words, the geometry of its frame, and the address mod 64."""
     address = tensor.data_ptr() % ALIGNMENT
     address = 0 if address % geo.item_bytes else address
     back = geo
@@ -210,10 +198,8 @@ def _resolved(tensor: Tensor, geo: Geometry) -> Tensor:
 
 
 def scatter(words: Tensor, storage: torch.UntypedStorage, first_byte: int, geo: Geometry) -> None:
-    """Undo ``gather``: put ``words`` (as bytes) at their places in ``storage``, and zeros into the gaps.
-
-    Raises: CodecError: two of them have one place.
-    """
+    """Undo ``gather``: put ``words`` (as bytes) at their places in ``storage``, and zeros into the gaps;
+    raise CodecError if two of them have one place."""
     first = first_byte // (geo.word_bits // 8)
     flat = _view(storage, first, geo, [(geo.span, 1)]).zero_()
     words = words.view(flat.dtype)

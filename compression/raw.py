@@ -1,10 +1,9 @@
 """The base of codecs, and the one that copies: for what does not shrink, and to compare others with."""
 
-from __future__ import annotations
-
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,20 +21,18 @@ class Packed(NamedTuple):
 
 
 class Codec(ABC):
-    """One way to write words; addresses are integers, kernels are of one instruction set (None: the best)."""
+    """One way to write words; addresses are integers."""
 
     name: str
     dtypes: frozenset[torch.dtype]
     """Those on which ``codec=auto`` tries it; it may be asked for any by name."""
 
-    def __init__(self, isa: str | None = None) -> None:
-        self.isa = isa
-        self._kernels: Mapping[str, Callable[..., int]] = {}
+    @cached_property
+    def _kernels(self) -> Mapping[str, Callable[..., int]]:
+        return kernels(self.name)
 
     def kernel(self, name: str) -> Callable[..., int]:
         """Return the compiled function ``name``, built at the first use."""
-        if not self._kernels:
-            self._kernels = kernels(self.name, self.isa).call
         return self._kernels[name]
 
     def max_bytes(self, num_words: int, bits: int) -> int:
@@ -52,11 +49,8 @@ class Codec(ABC):
 
     @abstractmethod
     def unpack(self, payload: int, num_bytes: int, out: Words) -> None:
-        """Read a payload of a length that ``fits`` to ``out``, and touch nothing else.
-
-        Raises:
-            CodecError: The payload contradicts itself; nothing else ever.
-        """
+        """Read a payload of a length that ``fits`` to ``out``, and touch nothing else; raise CodecError if it
+        contradicts itself, and nothing else ever."""
 
 
 class Raw(Codec):

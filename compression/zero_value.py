@@ -8,11 +8,8 @@ output was not zero, and the frame of the output said where. So it travels as va
 of a bitmap that both sides have. Whoever packs names the bitmap by its checksum, so that no other one is
 ever used.
 
-Source: Rhu et al., Compressing DMA Engine, HPCA 2018, section 4; docs/architecture.md, "Where the bits are
-kept", for gradients.
+Source: Rhu et al., Compressing DMA Engine, HPCA 2018, section 4.
 """
-
-from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable

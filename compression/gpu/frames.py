@@ -6,8 +6,6 @@ the host, which is known behind the event of the packing and written by whoever 
 device. Tensors, buffers, masks and frames are checked first, since kernels rely on it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +35,8 @@ from .payloads import at_64, checksum_of, empty
 
 
 def read_header(frame: Tensor) -> Header:
-    """Return the header of a frame on a device; waits for its first bytes.
-
-    Raises:
-        CodecError: It is malformed or damaged, or the frame is longer or shorter than it says.
-    """
+    """Return the header of a frame on a device; waits for its first bytes. Raises CodecError if it is
+    malformed or damaged, or the frame is longer or shorter than it says."""
     if frame.dtype is not torch.uint8 or frame.dim() != 1 or not frame.is_contiguous():
         found = f"{frame.dim()} dimensions of {frame.dtype}, strides {frame.stride()}"
         raise CodecError(f"a frame is a contiguous 1-D uint8 tensor, found {found}; convert it")
@@ -136,8 +131,7 @@ def encode(
 ) -> Tensor:
     """Pack a tensor of any strides to a frame on its device, and wait for it; as ``codec.encode``.
 
-    The mask is a frame on the same device. Where there is no Triton, that is a CodecError too.
-    """
+    The mask is a frame on the same device. Where there is no Triton, that is a CodecError too."""
     codec_named(codec)
     with torch.cuda.device_of(tensor):
         words, header = words_of(tensor, requires_grad=requires_grad)
@@ -158,14 +152,11 @@ def pack(
 
     What has gaps travels raw: whether its payload accounts for them is known too late.
 
-    Args:
-        tensor: As for ``codec.pack_into``.
-        buffer: uint8 at a multiple of 64 on the same device, of at least ``frame_bytes`` bytes. It is the
-            stream's until the frame is ready.
-        codec: One of ``payloads.KERNELS``; another one runs on the host, and waits.
-        requires_grad: Written to the header.
-        mask: A frame with a bitmap: only the values at its set bits travel.
-    """
+    Args:    buffer: uint8 at a multiple of 64 on the same device, of at least ``frame_bytes`` bytes. It is
+             the stream's until the frame is ready.
+             codec: one of ``payloads.KERNELS``; another one runs on the host, and waits.
+             requires_grad: written to the header.
+             mask: a frame with a bitmap: only the values at its set bits travel."""
     words, header = words_of(tensor, requires_grad=requires_grad)
     geo, bitmap = header.geometry, None
     if geo.order != "dense" and geo.num_elements:
@@ -183,17 +174,11 @@ def header_of(work: Any) -> Header:
 def unpack(header: Header, buffer: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
     """Start unpacking the frame in ``buffer`` on the current stream, into new memory.
 
-    Args:
-        header: Of the frame; the one in the buffer is not looked at.
-        buffer: uint8 on the device, at least the frame.
-        mask: The frame whose bitmap it was made with, if it was.
-
-    Returns:
-        The tensor, and int32 on the device: not 0 if the payload contradicts itself or the mask.
-
-    Raises:
-        CodecError: The lengths of frame and mask do not suit the tensor.
-    """
+    Args:    header: of the frame; the one in the buffer is not looked at.
+             buffer: uint8 on the device, at least the frame.
+             mask: the frame whose bitmap it was made with, if it was.
+    Returns: the tensor, and int32 on the device: not 0 if the payload contradicts itself or the mask.
+    Raises:  CodecError: the lengths of frame and mask do not suit the tensor."""
     bitmap, other = None, None
     if header.flags & MASKED:
         bitmap = None if mask is None else _bitmap(mask, header.dtype, header.geometry)
@@ -255,15 +240,10 @@ def _new_tensor(buffer: Tensor, header: Header, bitmap: Tensor | None) -> tuple[
 def unpack_payload(header: Header, payload: Tensor, out: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Start unpacking on the current stream, and never wait if the codec has kernels.
 
-    Args:
-        header: Of the frame.
-        payload: uint8, what follows the header, of a length that suits ``out``.
-        out: The words, contiguous: all that is written, whatever the payload holds.
-        mask: For a frame of values alone, the bitmap that it was made with.
-
-    Returns:
-        int32 on the device: not 0 if the payload contradicts itself.
-    """
+    Args:    payload: uint8, what follows the header of the frame, of a length that suits ``out``.
+             out: the words, contiguous: all that is written, whatever the payload holds.
+             mask: for a frame of values alone, the bitmap that it was made with.
+    Returns: int32 on the device: not 0 if the payload contradicts itself."""
     assert header.dtype is not None, "a frame without a tensor has no payload"
     with torch.cuda.device_of(out):
         error = payloads.unpack(header.codec, payload, out.view(-1), header.dtype, mask)

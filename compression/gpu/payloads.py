@@ -5,8 +5,6 @@ Facts about a payload are three int64 on its device, since nobody waits for them
 codec that reads it (0: raw), and the checksum of the bitmap that its values were selected with.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
@@ -32,11 +30,7 @@ KERNELS = {
 
 
 def kernels(name: str) -> Any:
-    """Return one of the files of Triton kernels.
-
-    Raises:
-        CodecError: This installation has no Triton.
-    """
+    """Return one of the files of Triton kernels; raises CodecError if this installation has no Triton."""
     try:
         return import_module(f".{name}", __package__)
     except ImportError as error:
@@ -45,18 +39,12 @@ def kernels(name: str) -> Any:
 
 
 def pack(codec: str, words: Tensor, payload: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
-    """Pack ``words`` by ``codec``, or with ``mask`` those at its set bits alone.
+    """Pack ``words`` by ``codec``, or with ``mask`` those at its set bits alone; return facts, on the device.
 
-    Args:
-        codec: Any name; one without kernels waits.
-        words: 1-D contiguous integers.
-        payload: uint8 at a multiple of 64, at least as long as the words; no payload is longer.
-        dtype: Of the elements that the words are.
-        mask: The bitmap of as many words, padded with zeros to a multiple of 64 bytes.
-
-    Returns:
-        The facts, on the device.
-    """
+    Args:    codec: any name; one without kernels waits.
+             words: 1-D contiguous integers; ``dtype``: of the elements that they are.
+             payload: uint8 at a multiple of 64, at least as long as the words; no payload is longer.
+             mask: the bitmap of as many words, padded with zeros to a multiple of 64 bytes."""
     if codec == "raw" or not words.numel():
         return pack_raw(words, payload)
     if codec in KERNELS:
@@ -76,14 +64,8 @@ def pack(codec: str, words: Tensor, payload: Tensor, dtype: torch.dtype, mask: T
 
 
 def unpack(codec: str, payload: Tensor, out: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
-    """Undo ``pack`` for a payload of a length that fits.
-
-    Returns:
-        int32 on the device: not 0 if the payload contradicts itself.
-
-    Raises:
-        CodecError: No payload of this codec has this dtype.
-    """
+    """Undo ``pack`` for a payload of a length that fits; return int32 on the device: not 0 if it contradicts
+    itself. Raises CodecError if no payload of this codec has this dtype."""
     if codec == "raw":
         out.view(torch.uint8).copy_(payload)
         return no_error(out.device)

@@ -1,21 +1,18 @@
-"""LLVM IR to machine code, for the instruction set that is asked for.
+"""LLVM IR to machine code, for the best instruction set of the host.
 
 Kernels are compiled once per process, in about 0.2 s, at the first call that asks for them. Calls go through
 ctypes, which gives up the interpreter lock, so a packing thread does not stop the others.
 """
-
-from __future__ import annotations
 
 import ctypes
 import platform
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import llvmlite.binding as llvm
 
-from ..errors import CodecError
 from . import exponent_ir, exponent_x86, narrow_ir, planes_ir, zero_value_ir
 
 # What LLVM calls the features that the kernels of an instruction set use, fastest set first.
@@ -24,15 +21,6 @@ ISAS: dict[str, tuple[str, ...]] = {
     "avx2": ("avx2", "bmi", "bmi2", "popcnt"),
     "portable": (),
 }
-
-
-class Kernels(NamedTuple):
-    """Compiled functions by name; all take addresses and counts, and return an i64 that may mean nothing."""
-
-    isa: str
-    call: Mapping[str, Callable[..., int]]
-    engine: Any  # owns the machine code: without it the callables dangle
-
 
 SOURCES: dict[str, Callable[[str], str]] = {
     "zero_value": zero_value_ir.module,
@@ -43,6 +31,7 @@ SOURCES: dict[str, Callable[[str], str]] = {
 """By codec, the text of a module for an instruction set; all that is not internal in it is a kernel."""
 
 _lock = threading.Lock()
+_engines: list[Any] = []  # own the machine code: without them the callables dangle
 
 
 @lru_cache(maxsize=1)
@@ -55,24 +44,16 @@ def host_isas() -> list[str]:
     return [isa for isa, needed in ISAS.items() if all(features.get(name) for name in needed)]
 
 
-def kernels(source: str, isa: str | None = None) -> Kernels:
-    """Return the kernels of a codec for ``isa`` (default: the host's best), built by the first who asks.
+def kernels(source: str) -> Mapping[str, Callable[..., int]]:
+    """Return the kernels of a codec by name, for this host, built by the first who asks.
 
-    Args:
-        source: One of ``SOURCES``, whose module says what the arguments are.
-
-    Raises:
-        CodecError: This machine has no such instruction set.
-    """
+    All take addresses and counts, as its module says, and return an i64 that may mean nothing."""
     with _lock:
-        return _build(source, isa or host_isas()[0])
+        return _build(source, host_isas()[0])
 
 
 @cache
-def _build(source: str, isa: str) -> Kernels:
-    if isa not in host_isas():
-        known = ", ".join(host_isas())
-        raise CodecError(f"kernels for this machine are {known}, found {isa!r}; leave it out")
+def _build(source: str, isa: str) -> Mapping[str, Callable[..., int]]:
     # 1. The machine: whole features of this CPU for AVX-512, else only those that the instruction set needs.
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -93,10 +74,10 @@ def _build(source: str, isa: str) -> Kernels:
     for name in num_arguments:
         library = library.export_symbol(name)
     tracker, word = library.add_current_process().link(jit, f"{source}_{isa}"), ctypes.c_int64
-    call = {
+    _engines.append((jit, tracker))
+    return {
         name: ctypes.CFUNCTYPE(word, *[word] * count)(tracker[name]) for name, count in num_arguments.items()
     }
-    return Kernels(isa, call, (jit, tracker))
 
 
 def exported(module: llvm.ModuleRef) -> list[llvm.ValueRef]:

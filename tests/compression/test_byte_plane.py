@@ -11,7 +11,7 @@ from penstock.compression.byte_plane import HEAD_BYTES, BytePlane
 from penstock.compression.errors import CodecError
 from penstock.compression.frame import MAX_RATIO
 from penstock.compression.geometry import Words
-from penstock.compression.kernels.jit import host_isas, kernels
+from penstock.compression.kernels.jit import _build, host_isas
 
 
 def twin(words: np.ndarray, rotate: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def twin(words: np.ndarray, rotate: int) -> np.ndarray:
 @pytest.mark.parametrize("isa", host_isas())
 @any_words
 def test_split_is_its_twin_and_join_undoes_it(isa: str, num_words: int, density: float, seed: int) -> None:
-    call = kernels("byte_plane", isa).call
+    call = _build("byte_plane", isa)
     for bits in (16, 32, 64):
         words = random_words(num_words, bits, density, seed)
         for rotate in (0, 1):

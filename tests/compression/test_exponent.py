@@ -6,6 +6,7 @@ import torch
 from guarded import guarded
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kernels import Kernels, on
 from payloads import packed, unpacked
 from words import at, memory, words_of
 
@@ -66,13 +67,18 @@ def encode(words: np.ndarray, plan: bytes) -> bytes:
 
 
 @pytest.fixture(params=jit.host_isas(), scope="module")
-def kernels(request: pytest.FixtureRequest) -> jit.Kernels:
-    return jit.kernels("exponent", request.param)
+def isa(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def codec(kernels: jit.Kernels) -> Exponent:
-    return Exponent(kernels.isa)
+def kernels(isa: str) -> Kernels:
+    return jit._build("exponent", isa)
+
+
+@pytest.fixture(scope="module")
+def codec(isa: str) -> Exponent:
+    return on(isa, Exponent())
 
 
 def floats(num_words: int, bits: int, kind: str, seed: int = 0) -> np.ndarray:
@@ -106,27 +112,27 @@ def plan_of(words: np.ndarray, plan: tuple[int, ...], rarest: bool = False) -> b
     return section
 
 
-def pack_words(kernels: jit.Kernels, words: np.ndarray, section: bytes, *, stream: bool) -> np.ndarray:
+def pack_words(kernels: Kernels, words: np.ndarray, section: bytes, *, stream: bool) -> np.ndarray:
     """The payload of whole groups by a kernel alone, with room to the byte in front of an unreadable page."""
     bits, plan = 8 * words.itemsize, tuple(section[:3])
     parts, twin = layout(len(words), bits, plan[0]), encode(words, section)
     room = guarded(-(-(parts.tail + BLOCK_TAIL_BYTES * -(-len(words) // BLOCK)) // 64) * 64).numpy()
     room[:64] = np.frombuffer(section, np.uint8)
     sections = (at(room) + place for place in (16, 64, parts.remainders, parts.offsets, parts.tail))
-    end = kernels.call[kernel_name("pack", bits, plan, stream=stream)](
+    end = kernels[kernel_name("pack", bits, plan, stream=stream)](
         at(words), len(words) // 64, *sections, 0, len(twin)
     )
     assert end == len(twin) - parts.tail
     return room[: len(twin)]
 
 
-def unpack_words(kernels: jit.Kernels, payload: np.ndarray, num_words: int, bits: int, *, stream: bool):
+def unpack_words(kernels: Kernels, payload: np.ndarray, num_words: int, bits: int, *, stream: bool):
     """Undo ``pack_words``: the words, in front of an unreadable page."""
     plan, back = tuple(payload[:3].tolist()), guarded(num_words * bits // 8).numpy()
     parts = layout(num_words, bits, plan[0])
     sections = [at(payload) + place for place in (64, parts.remainders, parts.offsets, parts.tail)]
     count = len(payload) - parts.tail
-    kernel = kernels.call[kernel_name("unpack", bits, plan, stream=stream)]
+    kernel = kernels[kernel_name("unpack", bits, plan, stream=stream)]
     assert kernel(*sections, 0, count, num_words // 64, at(payload) + 16, at(back)) == count
     return back.view(f"u{bits // 8}")
 
@@ -153,10 +159,10 @@ def test_kernels_write_what_their_twin_writes_and_read_it(kernels, kind, num_gro
 
 
 @pytest.mark.parametrize("bits", DTYPES)
-def test_count_is_that_of_its_runs(kernels: jit.Kernels, bits: int) -> None:
+def test_count_is_that_of_its_runs(kernels: Kernels, bits: int) -> None:
     words = memory(floats(1001, bits, "wide"))
     counts, expected = np.zeros((2, 256), np.int64)
-    kernels.call[f"count{bits}"](at(words), len(words) - 63, 20, at(counts))
+    kernels[f"count{bits}"](at(words), len(words) - 63, 20, at(counts))
     for run in range(20):
         place = (run * 0x9E3779B97F4A7C15 % (1 << 64)) * (len(words) - 63) >> 64
         expected += np.bincount(words[place : place + 64] >> (bits - 9) & 255, minlength=256)
@@ -165,10 +171,10 @@ def test_count_is_that_of_its_runs(kernels: jit.Kernels, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", DTYPES)
 @pytest.mark.parametrize("kind", ["normal", "wide", "special"])
-def test_damage_is_never_followed(kernels: jit.Kernels, bits: int, kind: str) -> None:
+def test_damage_is_never_followed(isa: str, bits: int, kind: str) -> None:
     """Any byte of the payload, and its length: CodecError or words, and no page beyond is touched."""
     rng, num_words = np.random.default_rng(bits), 2 * BLOCK + 1000
-    words, codec = floats(num_words, bits, kind), Exponent(kernels.isa)
+    words, codec = floats(num_words, bits, kind), on(isa, Exponent())
     room = np.zeros(codec.max_bytes(num_words, bits), np.uint8)
     found = codec.pack(words_of(words, DTYPES[bits]), at(room))
     assert found.codec == "exponent"
@@ -191,9 +197,9 @@ def test_damage_is_never_followed(kernels: jit.Kernels, bits: int, kind: str) ->
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_tail_is_as_long_as_its_numbers_say(kernels: jit.Kernels, change: int) -> None:
+def test_a_tail_is_as_long_as_its_numbers_say(isa: str, change: int) -> None:
     """The last block's tail, cut off by a byte at an unreadable page or with one more; its offset agrees."""
-    codec, words = Exponent(kernels.isa), floats(3000, 16, "wide")
+    codec, words = on(isa, Exponent()), floats(3000, 16, "wide")
     room = np.zeros(codec.max_bytes(3000, 16), np.uint8)
     length = codec.pack(words_of(words, torch.bfloat16), at(room)).num_bytes
     parts = layout(3000, 16, int(room[0]))

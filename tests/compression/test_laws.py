@@ -4,15 +4,18 @@ import math
 
 import pytest
 import torch
+from kernels import on
 from payloads import any_tensor, check_damage, check_lossless, packed, random_bits, words_in, words_of
 
-from penstock.compression.chained import Combined
+from penstock.compression.byte_plane import BytePlane
+from penstock.compression.chained import Combined, ZeroValueLz4
+from penstock.compression.exponent import Exponent
 from penstock.compression.frame import sections
 from penstock.compression.kernels.jit import host_isas
 from penstock.compression.lossy import LOSSY_CODECS
 from penstock.compression.narrow import Narrow
 from penstock.compression.raw import Codec
-from penstock.compression.registry import CODECS, codecs_on
+from penstock.compression.registry import CODECS
 from penstock.compression.zero_value import STREAM_BYTES, ZeroValue
 
 NAMES = [*CODECS, "zero_value+narrow"]
@@ -21,8 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimen
 
 
 def codecs(isa: str) -> dict[str, Codec]:
-    both = Combined(ZeroValue(isa), Narrow(isa))  # in no frame, but as any other combination
-    return codecs_on(isa) | {both.name: both}
+    zero_value, inner = on(isa, ZeroValue()), (on(isa, Exponent()), on(isa, BytePlane()), on(isa, Narrow()))
+    both = (Combined(zero_value, one) for one in inner)  # the last is in no frame, but as any other
+    return CODECS | {one.name: one for one in (zero_value, ZeroValueLz4(zero_value), *inner, *both)}
 
 
 ON = {isa: codecs(isa) for isa in host_isas()}

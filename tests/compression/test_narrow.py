@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from kernels import on
 from payloads import DTYPES, check_lossless, packed, random_bits, unpacked, with_number
 
 from penstock.compression.errors import CodecError
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:B?Complex.* support is experimen
 
 @pytest.fixture(params=host_isas(), scope="module")
 def codec(request: pytest.FixtureRequest) -> Narrow:
-    return Narrow(request.param)
+    return on(request.param, Narrow())
 
 
 def twin(words: np.ndarray, width: int, least: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from guarded import guarded
+from kernels import on
 from words import BITS, any_words, at, mask_of, memory, payload_of, random_words, words_of
 
 from penstock.compression.errors import CodecError
@@ -16,7 +17,7 @@ from penstock.compression.zero_value import SLACK, ZeroValue, num_values
 
 @pytest.fixture(params=host_isas(), scope="module")
 def codec(request: pytest.FixtureRequest) -> ZeroValue:
-    return ZeroValue(request.param)
+    return on(request.param, ZeroValue())
 
 
 def packed(codec: ZeroValue, words: np.ndarray) -> tuple[Packed, np.ndarray]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import Case, pipeline_with_batches
 from reference import same_bits
+from saving import wait
 from small_pipelines import model_of
 from torch import nn
 from torch.nn import functional as F
@@ -174,7 +175,7 @@ def test_the_store_holds_the_frames_of_the_wire_and_packs_nothing_twice():
     kept, put, offload = [], middle._packer.store.put, middle.offload
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(middle._packer.store, "put", lambda key, frame: kept.append(frame) or put(key, frame))
-        patch.setattr(middle, "offload", lambda *args: (offload(*args), middle.wait()))
+        patch.setattr(middle, "offload", lambda *args: (offload(*args), wait(middle)))
         listening = Listening(pipe.engine.frames.transport)
         patch.setattr(pipe.engine.frames, "transport", listening)
         pipe.step(*batches[0])
