@@ -3,9 +3,9 @@
 Nothing here knows schedules or ranks: a stage reports when a layer is done, when a micro-batch has gone on,
 and when it is wanted back. Imports go up this list only:
 
-    activations.py  offload.py                              the saved tensors of a stage; of any with-block
+    offload.py                                              the saved tensors of any with-block
+    activations.py                                          those of a stage, and hooks on what autograd saves
     prefetch.py                                             the memory thread: what leaves and comes, and when
-    saved_tensor_hooks.py                                   the tensors that autograd saves
     parameter_offload.py  evictable_tensor.py               parameters, gradients and optimizer states
     packer.py                                               threads, codec, compact forms that layers prove
     saved_storage.py                                        one storage and its states

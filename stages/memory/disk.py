@@ -10,8 +10,6 @@ Source: open(2), O_DIRECT; posix_fallocate(3); segregated free lists, Wilson et 
         Storage Allocation: A Survey and Critical Review, 1995, section 3.6.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -280,13 +278,6 @@ class Disk:
         self._gone = deque[SwapEntry]()  # forgotten by whoever could not wait for the lock
         self._error: BaseException | None = None
         self.bytes_written = self.bytes_read = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the file that are lent to frames."""
-        with self._changed:
-            self._sweep()
-            return self.space.lent_bytes
 
     def write(self, frame: Frame, *, ready: Callable[[], None] | None = None) -> SwapEntry:
         """Begin to write ``frame``, whose hold becomes the disk's; ``ready`` waits until it is filled.

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ...compression.errors import ConfigError, StageError
 from ..units import parse_bytes, show_bytes
+from .activations import ParameterFilter, SavedTensorHooks
 from .packer import SavedTensorPacker
 from .saved_storage import SavedStorage
-from .saved_tensor_hooks import ParameterFilter, SavedTensorHooks
 from .stores import StoreOptions, UnpooledBuffers, open_store
 
 

@@ -237,11 +237,6 @@ class SavedTensorPacker:
         if storages:
             self.reading.submit(functools.partial(_bring, storages))
 
-    def drain(self) -> None:
-        """Wait until all has left or come that was to; raises what a thread raised."""
-        for worker in self._workers:
-            worker.drain()
-
     def check(self) -> None:
         """Raise again what a thread raised."""
         for worker in self._workers:

@@ -139,12 +139,6 @@ class EvictableParameter:
         self.hooks: tuple[Any, ...] = ()  # the first and the last on its gradient
         self.storage = memory_id(parameter)  # while it is resident: by that parts of it are known
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of it, of its gradient, and of what is kept of it and moves, resident or not."""
-        state = sum(memory.num_bytes for memory in self._state.values())
-        return (1 + self.parameter.requires_grad) * self.memory.num_bytes + state
-
     def resident_bytes(self, kept: Kept) -> int:
         """Bytes of all that which are resident."""
         items = self.parameter, self.parameter.grad, *kept.values()
@@ -472,11 +466,6 @@ class OffloadedParameters:
         """Bytes of resident and prefetched parameters, gradients, and what an optimizer keeps of them."""
         resident = sum(one.resident_bytes(self._kept(one.parameter)) for one in self._resident)
         return resident + sum(one.prefetched_bytes for one in self._soon)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what it moves, resident or not: parameters, gradients, and what the optimizer keeps."""
-        return sum(one.num_bytes for one in self.memories)
 
     @property
     def kept_bytes(self) -> int:

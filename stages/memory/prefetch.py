@@ -12,8 +12,6 @@ back ahead of its time that has no room; and the training thread waits between t
 room for one more and something is on its way out.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools
@@ -249,14 +247,6 @@ class MemoryThread:
     def check(self) -> None:
         """Raise again what the thread raised."""
         self._worker.check()
-
-    def drain(self) -> None:
-        """Wait until what may leave has left, and what was asked for is back."""
-        self._queue(None, decide=True)
-        self._worker.wait()
-        with self._settled:
-            self._settled.wait_for(lambda: not self._behind or self._worker.failed)
-        self._worker.drain()
 
     def close(self) -> None:
         """End the thread."""

@@ -3,8 +3,6 @@
 It also shows which gradients no frame keeps: a column of a wide gradient lies far apart, and made dense
 it would pick other kernels and other bits, so the model is not cut where it would cross."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections import Counter
@@ -20,7 +18,7 @@ from ...compression.buffers import Pool
 from ...compression.codec import encode
 from ...compression.codec_cost import Cost, candidates, sample, trial
 from ...compression.zero_value import has_bitmap
-from ..memory.saved_tensor_hooks import ParameterFilter
+from ..memory.activations import ParameterFilter
 from ..torch_private import current_node, memory_id, saved_tensors_hooks, tree_leaves
 from ..tracing.dataflow import travels
 from ..tracing.layers import casting, parts_of, run_layer, run_output
@@ -236,7 +234,7 @@ def observe_step(
             first.layer_begins()
             env[layer.node] = run_layer(layer, env, parts, samples=record.samples)
             made(layer.node, env[layer.node])
-    outputs = tree_leaves(run_output(graph.train, env, parts))
+    outputs = tree_leaves(run_output(graph.train, env, parts, samples=record.samples))
     roots = [t for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     wanted = [p for p in graph.model_copy.parameters() if p.requires_grad]
     if roots and wanted:

@@ -87,6 +87,13 @@ def frame_of(num_bytes, seed=0, pool=None):
     return Frame(buffer, num_bytes, pool), values
 
 
+def lent_bytes(disk):
+    """Bytes of the file that are lent to frames."""
+    with disk._changed:
+        disk._sweep()
+        return disk.space.lent_bytes
+
+
 def put_all(store, sizes=SIZES, **options):
     """Put frames of these sizes, by number; returns their bytes."""
     kept = {}

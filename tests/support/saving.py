@@ -8,8 +8,7 @@ import torch
 from torch import fx, nn
 
 from penstock.compression.errors import StageError
-from penstock.stages.memory.activations import KeepOnDevice, SavedActivations
-from penstock.stages.memory.saved_tensor_hooks import ParameterFilter
+from penstock.stages.memory.activations import KeepOnDevice, ParameterFilter, SavedActivations
 from penstock.stages.memory.stores import Store
 from penstock.stages.tracing.layers import Layer, Parts, run_layer
 
@@ -100,6 +99,22 @@ def saved_for(net, *, store=None, codec="zero_value", min_bytes=1, thread=None):
     )
 
 
+def behind(thread):
+    """Wait until what may leave has left, and what was asked for is back."""
+    thread._queue(None, decide=True)
+    thread._worker.wait()
+    with thread._settled:
+        thread._settled.wait_for(lambda: not thread._behind or thread._worker.failed)
+    thread._worker.drain()
+
+
+def wait(saved):
+    """Wait until everything that was to move has moved; raises what a thread raised."""
+    behind(saved._thread)
+    for worker in saved._packer._workers:
+        worker.drain()
+
+
 def fetch(saved):
     """Begin to bring back all that micro-batch 0 saved, and let no more of it leave."""
     run = saved._micro_batches[0]
@@ -130,7 +145,7 @@ def gradients(net, x, settings, *, knows=True):
         out = net.run(x.clone(), saved, knows=knows)
     saved.offload(0, {})
     if isinstance(saved, SavedActivations):
-        saved.wait()
+        wait(saved)
     edge, result = torch.autograd.graph.get_gradient_edge(out), out.detach().clone()
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     del out

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from reference import same_bits
-from saving import Net, busy, fetch, forward, gradients
+from saving import Net, behind, busy, fetch, forward, gradients, wait
 from torch import nn
 
 from penstock.compression.buffers import Frame, Pool
@@ -32,12 +32,12 @@ def test_what_left_is_gone_until_it_is_fetched_and_has_one_backward(saver):
     model, store = net(), Store()
     saved = saver(model, store=store)
     out = forward(model, saved, batches(1)[0])
-    saved.wait()
+    wait(saved)
     assert saved.counts.bytes_raw > 3 * saved.counts.bytes_kept > 0
     assert store.num_bytes <= saved.counts.bytes_kept
     assert saved.counts.num_unpacks == 0
     fetch(saved)
-    saved.wait()
+    wait(saved)
     fetched = saved.counts.num_unpacks
     assert fetched == saved.counts.num_packs > 3
     out.sum().backward(retain_graph=True)
@@ -70,7 +70,7 @@ def test_a_frame_that_was_sent_is_kept_as_it_was_sent(saver):
     del out
     saved.offload(0, went)
     went.clear()
-    saved.wait()
+    wait(saved)
     assert saved.counts.num_packs == 1  # of what came in
     assert any(kept is sent for kept in store._frames.values())
     sent.release()
@@ -100,7 +100,7 @@ def test_only_a_frame_of_what_was_saved_is_taken(what, saver):
     with saved.forward(0):
         _graph = model.run(x, saved)
     saved.offload(0, {0: (x.clone() if what == "of another tensor" else x, frame)})
-    saved.wait()
+    wait(saved)
     assert any(kept is frame for kept in store._frames.values()) == (what == "what was saved")
     frame.release()
     assert bool(pool._lent) == (what == "what was saved")
@@ -116,7 +116,7 @@ def test_what_is_fetched_before_it_left_stays(saver):
     fetch(saved)
     gate.set()
     saved.ready(0)
-    saved.wait()
+    wait(saved)
     assert saved.counts.num_packs == saved.counts.num_unpacks == 0
     assert saved.counts.bytes_kept == saved.counts.bytes_raw
     out.sum().backward()
@@ -126,12 +126,12 @@ def test_what_was_used_meanwhile_is_not_brought_back_again(saver):
     model = net()
     saved = saver(model)
     out = forward(model, saved, batches(1)[0])
-    saved.wait()
+    wait(saved)
     gate = busy(saved._packer.reading)
     fetch(saved)
     out.sum().backward(retain_graph=True)
     gate.set()
-    saved.wait()
+    wait(saved)
     assert saved.counts.num_unpacks == saved.counts.num_packs > 0
 
 
@@ -156,12 +156,12 @@ def test_a_frame_that_was_damaged_in_the_store_is_told(saver):
     model, store = net(), Store()
     saved = saver(model, store=store)
     _graph = forward(model, saved, batches(1)[0])
-    saved.wait()
+    wait(saved)
     for frame in store._frames.values():
         frame.buffer[0] = 0
     fetch(saved)
     with pytest.raises(CodecError, match="it is damaged"):
-        saved.wait()
+        wait(saved)
 
 
 def storage_of(tensor):
@@ -209,7 +209,7 @@ def test_what_was_freed_stays_so_until_it_is_filled_again(filled, saver):
     content, storage = out.detach().clone(), out.untyped_storage()
     storage.resize_(0)
     saved.offload(0, {})
-    saved.wait()
+    wait(saved)
     assert storage.nbytes() == 0
     fetch(saved)
     saved.ready(0)
@@ -244,7 +244,7 @@ def test_a_slow_store_stops_no_packing_and_gets_nothing_that_is_wanted_or_droppe
     model, store = net(), Slow()
     saved = saver(model, store=store)
     out = forward(model, saved, batches(1)[0])
-    saved._thread.drain()
+    behind(saved._thread)
     saved._packer.packing.drain()
     assert store.asked.wait(30)  # the first is on its way, the others wait
     assert (saved.counts.num_packs, store._frames) == (4, {})
@@ -257,7 +257,7 @@ def test_a_slow_store_stops_no_packing_and_gets_nothing_that_is_wanted_or_droppe
     elif what == "dropped":
         saved.drop(0)
     store.gate.set()
-    saved.wait()
+    wait(saved)
     # The first was wanted too late to be kept out, and may be let go of without packing.
     assert len(store._frames) == {"left": saved.counts.num_packs, "fetched": 1, "dropped": 0}[what]
     assert store.num_bytes == sum(frame.num_bytes for frame in store._frames.values())

@@ -8,7 +8,7 @@ import torchvision
 from cases import OPTIMIZERS
 from far import AwayStore
 from reference import same_bits
-from saving import Net, Square, forward
+from saving import Net, Square, forward, wait
 from torch import nn
 
 import penstock
@@ -106,7 +106,7 @@ def test_from_the_second_step_on_a_fetch_allocates_nothing(kind, ahead, saver):
 
     def waits(run, layer):
         read(run, layer)
-        saved.wait()
+        wait(saved)
 
     vars(thread)["reads"] = waits
     for step in range(3):
@@ -114,7 +114,7 @@ def test_from_the_second_step_on_a_fetch_allocates_nothing(kind, ahead, saver):
         thread.begin([Pass(0, 0), Pass(0, 0, reads=True)])
         thread.at(0)
         out = forward(net, saved, x.clone())
-        saved.wait()
+        wait(saved)
         slots.num_fetched = slots.num_allocated = 0
         thread.at(1)
         out.sum().backward()
@@ -146,7 +146,7 @@ def test_what_two_passes_read_has_no_slot(saver):
         thread.begin(program)
         thread.at(0)
         out = forward(net, saved, torch.rand(SIZE).requires_grad_().clone())
-        saved.wait()
+        wait(saved)
         thread.at(1)
         out.sum().backward()
         saved.drop(0)

@@ -8,7 +8,7 @@ import torch
 from disks import Fails, Slow
 from far import AwayStore
 from reference import same_bits
-from saving import Net, Square, busy, ends, forward, settle
+from saving import Net, Square, busy, ends, forward, settle, wait
 from torch import nn
 
 from penstock.compression.errors import ConfigError, StageError
@@ -54,7 +54,7 @@ def states_at(saved, net, layer):
     def layer_done(done, following):
         tell(done, following)
         if following is net.layers[layer]:
-            saved.wait()
+            wait(saved)
             seen.update(states(saved))
 
     saved.layer_done = layer_done
@@ -69,7 +69,7 @@ def at_each_read(saved, thread, look):
 
     def reads(run, layer):
         read(run, layer)
-        saved.wait()
+        wait(saved)
         seen.append((layer, look()))
 
     thread.reads = reads
@@ -96,7 +96,7 @@ def test_a_backward_brings_back_so_many_layers_ahead(near, made):
     net = deep()
     saved, thread = made(net, prefetch_layers=near)
     out = forward(net, saved, input_of())
-    saved.wait()
+    wait(saved)
     assert "offloaded" in states(saved).values()
     seen = at_each_read(
         saved, thread, lambda: min(layer for layer, state in states(saved).items() if state == "resident")
@@ -129,12 +129,12 @@ def test_each_layer_is_queued_and_taken_in_turn_and_a_burst_is_decided_once(made
     assert worker.num_urgent == len(queued)
     assert taken == decided == []  # the thread is at something else
     gate.set()
-    saved.wait()
+    wait(saved)
     assert taken == queued
     assert decided[0] >= len(layers)  # the burst, and only then
     thread.at(1)
     out.sum().backward()
-    saved.wait()
+    wait(saved)
     assert taken == queued
     assert {*taken} >= {2 * DEPTH - 1 - layer for layer in range(1, DEPTH)}
     settle()  # nothing is queued, so the thread waits, and ends
@@ -144,7 +144,7 @@ def test_frames_are_forgotten_while_the_backward_runs(made):
     net, store = deep(), AwayStore()
     saved, thread = made(net, store=store)
     out = forward(net, saved, input_of())
-    saved.wait()
+    wait(saved)
     all_of_it = store.num_bytes
     seen = at_each_read(saved, thread, lambda: store.num_bytes)
     out.sum().backward()
@@ -167,7 +167,7 @@ def test_what_somebody_still_holds_may_be_written_to_and_stays_until_the_forward
     assert seen[0] == "resident"
     held.clear()
     saved.offload(0, {})
-    saved.wait()
+    wait(saved)
     assert states(saved)[0] == "offloaded"
 
 
@@ -184,7 +184,7 @@ def test_a_slow_store_makes_the_next_forward_wait_and_nothing_is_lost(saver):
     gate.set()
     waits.join(10)
     assert not waits.is_alive()
-    saved.wait()
+    wait(saved)
     assert len(store._frames) == 90
     out.sum().backward()
 
@@ -201,7 +201,7 @@ def test_what_the_thread_raises_ends_the_step(made):
     vars(thread)["_leave"] = fail
     saved.offload(0, {})
     with pytest.raises(RuntimeError, match="the thread died"):
-        saved.wait()
+        wait(saved)
 
 
 @pytest.mark.parametrize("found", [-1, True, 1.5, "4"])
@@ -226,7 +226,7 @@ def test_room_that_comes_while_the_thread_looks_is_not_missed(made):
 
     vars(thread)["_leave"] = slowly
     out = forward(net, saved, input_of())
-    ends(saved.wait)
+    ends(lambda: wait(saved))
     out.sum().backward()
 
 
@@ -270,7 +270,7 @@ class Held:
         self.thread.at(0)
         out = forward(self.net, self.saved, x.clone())
         if waits:
-            self.saved.wait()
+            wait(self.saved)
         return x, out
 
     def gradient(self, *, waits=False):
