@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,14 +32,6 @@ UNWRITTEN = frozenset(
 _REMEDY = "lower the learning rate, or look at the data of this step"
 
 
-class Checks(Protocol):
-    """Gives a stage something to call in a forward."""
-
-    def watch(self, received: Mapping[int, Any], route: Route) -> Watch | None:
-        """Return what a forward that begins with ``received`` calls with each layer and its result."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Guard:
     """Kind of guard of a stage; ``gradients``: these too, which a loss scale makes overflow by intent."""
@@ -47,7 +39,8 @@ class Guard:
     gradients: bool
 
     def watch(self, received: Mapping[int, Any], route: Route) -> Watch:
-        """Of one forward and backward; notes what is NaN or infinite in what the stage begins with."""
+        """Return what a forward that begins with ``received`` calls with each layer and its result, and its
+        backward; notes what is NaN or infinite in what the stage begins with."""
         watch = Watch(self.gradients)
         for number, item in received.items():
             if not (isinstance(item, torch.Tensor) and item.dtype in CHECKED) or _finite(item):

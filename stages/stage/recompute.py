@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.errors import StageError
-from ..memory.activations import KeepOnDevice
+from ..memory.activations import KeepOnDevice, ParameterFilter
 from ..memory.saved_storage import Bytes, refuse_written, view_of
-from ..memory.saved_tensor_hooks import ParameterFilter
 from ..torch_private import memory_id, preserve_version_counter, saved_tensors_hooks, version_of
 from ..tracing.layers import Layer, Parts, is_local, part_of, tensors_read
 from ..tracing.verify import same_bits

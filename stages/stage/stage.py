@@ -5,8 +5,6 @@ and their gradient is taken raw; a value that goes on to later stages brings its
 root of this stage's own backward, so autograd adds in its own order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -19,20 +17,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...compression.errors import StageError
 from ..device import Device
-from ..memory.activations import KeepOnDevice, SavedActivations
+from ..memory.activations import KeepOnDevice, ParameterFilter, SavedActivations
 from ..memory.parameter_offload import OffloadedParameters
 from ..memory.prefetch import MemoryThread
-from ..memory.saved_tensor_hooks import ParameterFilter
 from ..memory.stores import Store
 from ..tracing.dataflow import Value
 from ..tracing.layers import Layer, Parts, Traced, casting, parts_of, parts_within, run_output
 from ..weight_versions.versions import WeightVersions
-from .nan_check import Checks, Guard, Watch
+from .nan_check import Guard, Watch
 from .recompute import Forward, RecomputedActivations, sections
 from .run_layers import NO_LAYERS, Observer, enter, walk
-from .split_backward import Root, Split, run
+from .split_backward import Root, Split, run, run_weights_first
 from .value_routing import Route
-from .weights_first import run_weights_first
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -100,7 +96,7 @@ class Stage:
         self.frozen = {name: t for name, t in named if isinstance(t, nn.Parameter) and not t.requires_grad}
         self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch)
         self.autocast = autocast
-        self.guard: Checks | None = guard
+        self.guard: Any = guard  # or what has a ``watch`` as it, which may return None
         self.weights_first, self.recompute = weights_first, recompute
         self.running: dict[int, Running] = {}
         self.weights = weights or WeightVersions()
@@ -188,7 +184,10 @@ class Stage:
                     if not known.requires_grad:
                         self._refuse(known)
                     running.roots[number] = get_gradient_edge(item)
-        return sent, run_output(route.traced, env, parts) if self.last else None
+        return sent, self._output(route, env, parts)
+
+    def _output(self, route: Route, env: Mapping[Any, Any], parts: Parts) -> Any:
+        return run_output(route.traced, env, parts, samples=route.record.samples) if self.last else None
 
     def _forward(
         self, values: Mapping[int, Any], parts: Parts, route: Route, seed: Callable[[str], int]
@@ -307,5 +306,5 @@ class Stage:
         with torch.no_grad(), self.device.current(), casting(self.autocast, self.device.torch):
             parts = self._parts_for("eval", route)
             env = walk(values, parts, route=route, observers=self.parameter_observers, seed=None)
-            outputs = run_output(route.traced, env, parts) if self.last else None
+            outputs = self._output(route, env, parts)
         return {number: values[number] for number, _ in route.sends}, outputs

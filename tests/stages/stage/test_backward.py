@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS
 from reference import same_bits
+from saving import wait
 from small_pipelines import model_of, pipeline_of
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -20,8 +21,7 @@ from traps import NoGradientBack
 
 import penstock
 from penstock.stages.stage.run_layers import Receive
-from penstock.stages.stage.split_backward import Split, run
-from penstock.stages.stage.weights_first import run_weights_first
+from penstock.stages.stage.split_backward import Split, run, run_weights_first
 
 
 def same(a, b):
@@ -318,7 +318,7 @@ def trained(*, weights_first):
     pipe = pipeline_of(model, example=(x[:128],), **options)
     saved: Any = pipe.engine.stages[0].saved
     forward = saved.offload
-    saved.offload = lambda *given: (forward(*given), saved.wait())  # all that is to leave has left
+    saved.offload = lambda *given: (forward(*given), wait(saved))  # all that is to leave has left
     pipe.step(x, y)
     pipe.close()
     return saved.counts.num_packs, saved.counts.num_unpacks, [p.grad for p in model.parameters()]
