@@ -10,8 +10,6 @@ ReLU6 or a max-pool over one proves that, and no dropout (a kept element may be 
 dropped one gets -0.0). A gradient surely comes back through torch's own layers only: a person's function may
 take another way in every run, and his backward may return None."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import operator
@@ -389,6 +387,12 @@ def _record_layer(
         with _HookWatch() as watch, saved_tensors_hooks(keep, lambda tensor: tensor):
             env[layer.node] = run_layer(layer, env, parts, samples=samples)
     except Exception as error:
+        if "saved tensor hooks" in str(error):
+            raise PlanError(
+                f"layer {layer.name} takes a gradient by torch.func (grad, vjp, jacrev), which allows no "
+                "hooks on saved tensors, and layers run under some; take it by torch.autograd.grad(..., "
+                "create_graph=True), under torch.enable_grad()"
+            ) from error
         size = next((tuple(t.shape) for t in tensors), ())
         raise PlanError(f"layer {layer.name} does not take an input of shape {size}: {error}") from error
     # 3. chance, and writes: counted by autograd, or seen by the bytes alone

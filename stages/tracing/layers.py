@@ -62,8 +62,8 @@ class Traced(Recording):
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The placeholders, and the node of every layer."""
-        return [*self.inputs, *(layer.node for layer in self.layers)]
+        """The placeholders, the node of every layer, and the output."""
+        return [*self.inputs, *(layer.node for layer in self.layers), self.output]
 
     def check_same(self, model_copy: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         """Raise Different if ``model_copy`` goes another way on inputs of another shape or kind."""
@@ -246,12 +246,12 @@ def _line(item: Any) -> str:
     return text if len(text) < 80 else f"{text[:60]}..."
 
 
-def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts) -> Any:
-    """Put together what the model returns from the results in ``env``."""
+def run_output(traced: Traced, env: Mapping[fx.Node, Any], parts: Parts, *, samples: int) -> Any:
+    """Put together what the model returns from the results in ``env``, for so many samples."""
     leaves: Any = map_arg(
         traced.output.args[0], lambda node: parts.tensors[str(node.target)] if is_local(node) else env[node]
     )
-    return tree_unflatten(list(leaves), traced.spec)
+    return tree_unflatten(at_size(list(leaves), samples), traced.spec)
 
 
 def run_all(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Any:
@@ -260,7 +260,7 @@ def run_all(traced: Traced, parts: Parts, inputs: Sequence[torch.Tensor]) -> Any
     samples = traced.call.samples_of(inputs)
     for layer in traced.layers:
         env[layer.node] = run_layer(layer, env, parts, samples=samples)
-    return run_output(traced, env, parts)
+    return run_output(traced, env, parts, samples=samples)
 
 
 class InputGuards:

@@ -4,8 +4,6 @@ Stages run what was traced, on other copies and ranks, so a change by a forward 
 comparing this before and after. Parts are found breadth first, each object once, as far as ``LIMIT``: what
 contains comes before what it contains. The globals of a file are not seen."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import contextvars
@@ -26,6 +24,7 @@ import numpy
 import torch
 from torch import nn
 
+from ..safetensors_io import bytes_of
 from ..torch_private import INTERNAL as TORCH_INTERNAL
 from ..torch_private import REGISTERED, version_of
 
@@ -320,8 +319,5 @@ def _buffer(item: object) -> int | None:
         return None
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return b""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy()
+def _bytes(tensor: torch.Tensor) -> bytes | memoryview:
+    return b"" if tensor.layout is not torch.strided or tensor.is_meta else bytes_of(tensor)

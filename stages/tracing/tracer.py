@@ -145,6 +145,9 @@ def trace(
     call, given, others = Call.of_several(model, example_inputs)
     if any(x.layout != torch.strided for batch in (given, *others) for x in batch):
         raise PlanError("inputs are dense tensors, found a sparse one in example_inputs; convert it")
+    if any(x.dim() and not len(x) for x, whole in zip(given, call.whole, strict=True) if not whole):
+        shapes = ", ".join(str(tuple(x.shape)) for x in given)
+        raise PlanError(f"an example has one sample at least, found inputs of shape {shapes}; give it some")
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise PlanError(
             f"autocast is a dtype such as torch.bfloat16, found {autocast!r}; give None for no cast"

@@ -4,8 +4,6 @@ What recording cannot see is lost without a word; one comparison before training
 costs weeks. It runs on a copy of the model in which every weight is moved a little, and put back: what
 tracing computed from a weight and baked in shows."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import traceback
@@ -201,6 +199,9 @@ def run_eager(
     Raises: PlanError: it does not run, or changes the model beside these every time."""
     original = dict(root.named_parameters())
     parameters = [(name, p, memory_id(p)) for name, p in eager.named_parameters()]
+    # a write that leaves the bits of this example as they are may change others
+    held = (*eager.named_parameters(), *eager.named_buffers())
+    versions = [(name, tensor, version_of(tensor)) for name, tensor in held]
     buffers, cold = dict(eager.named_buffers()), dict(root.named_buffers())
     before, watch = contents(eager, running=True), watching()
     run: Callable[..., Any] = lambda *x: call.run(eager, x)  # noqa: E731
@@ -211,6 +212,11 @@ def run_eager(
     except Exception as error:
         if watch and needs_values(error):
             raise without_values(eager, error) from error
+        if not torch.is_grad_enabled() and "require grad" in str(error):
+            raise PlanError(
+                f"in eval mode a model runs under torch.no_grad(), found that it takes a gradient there: "
+                f"{_where_raised(eager, error)}{error}; take it under torch.enable_grad()"
+            ) from error
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise PlanError(
             f"the model does not run on inputs of shape {shapes}: {_where_raised(eager, error)}{error}; "
@@ -219,16 +225,18 @@ def run_eager(
     moved = {name for name, p, place in parameters if memory_id(p) != place}
     filled = {name for name, p, _ in parameters if not same_bits(p, original[name])}
     filled |= {name for name, _, place in parameters if watch and place in watch.writes}
+    counted = {name for name, tensor, version in versions if version_of(tensor) != version}
+    filled |= counted & original.keys()
     refuse_written(eager, moved, filled)
     # Without values nobody can tell what the first run made from the first batch.
     harmless: Callable[[], bool] = lambda: not watch and _is_alike_warm(eager, root, call, inputs)  # noqa: E731
     clean = _refuse_changes(before, eager, again=lambda: observe(run, eager, inputs), harmless=harmless)
-    held = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
-    replaced = {name for name, buffer in held.items() if buffer is not buffers[name]}
-    written = {name for name, buffer in held.items() if not same_bits(buffer, cold[name])}
+    now = {name: buffer for name, buffer in eager.named_buffers() if name in buffers}
+    replaced = {name for name, buffer in now.items() if buffer is not buffers[name]}
+    written = {name for name, buffer in now.items() if not same_bits(buffer, cold[name])}
     if watch:
         written |= {name for name, b in buffers.items() if memory_id(b) in watch.writes}
-    return replaced | written | filled, clean and not replaced
+    return replaced | written | filled | (counted & now.keys()), clean and not replaced
 
 
 def _where_raised(root: nn.Module, error: BaseException) -> str:

@@ -239,7 +239,11 @@ REFUSED = {
         ["two"],
         r"shape '\[-1, 7\]' is invalid",
     ),
-    "tied at first": (lambda: kind_of(tied_at_first), ["two"], "shares other parameters with other stages"),
+    "tied at first": (
+        lambda: kind_of(tied_at_first),
+        ["two"],
+        "shares other parameters with other stages; pad to one shape, or name the part in leaves=$",
+    ),
     "tied later": (
         lambda: kind_of(tied_later, weight=nn.Parameter(torch.eye(8))),
         ["two"],

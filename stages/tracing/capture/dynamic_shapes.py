@@ -4,8 +4,6 @@ Eager code reads a shape into Python and goes on with a number, so a recording h
 Recordings at other sizes tell which of them move, and how: those that are affine in the number of samples
 are written as such; where one follows no rule, each size is recorded when it comes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -162,7 +160,7 @@ def same_way(nodes: Iterable[fx.Node], recording: fx.Graph, samples: int, *, fla
     the rule of its place does not give; ``flags``: so are bools and floats."""
     twins = {node.name: node for node in recording.nodes}
     ours = [node for node in nodes if node.op != "get_attr"]
-    theirs = [node for node in recording.nodes if node.op not in ("get_attr", "output")]
+    theirs = [node for node in recording.nodes if node.op != "get_attr"]
     for node in ours:
         its = twins.get(node.name)
         if its is None or called(node.target) != called(its.target):

@@ -4,8 +4,6 @@ Real tensors, no proxies and no compiler: every branch and every kernel choice i
 call becomes a node; a module of torch.nn, and whatever is named as a leaf, becomes one node as a whole. What
 the run read of a tensor into Python (a truth value, a list) becomes a guard: a node that expects it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -36,7 +34,7 @@ from ...torch_private import (
 )
 from ..object_snapshot import is_plain, walk
 from .dynamic_shapes import called, mapped
-from .nodes import FACTS, SHAPE, Nodes, node_name, numbers_in, plain
+from .nodes import FACTS, SHAPE, Nodes, Unrecordable, node_name, numbers_in, plain
 from .reads import Reads
 
 _NOTHING = object()  # stood there: the name is taken away again
@@ -261,6 +259,9 @@ class Recorder(Nodes, TorchFunctionMode):
         try:
             # torch.func.functional_call may lend a module other parameters than its own
             own = self.leaf(path, module) and all(id(p) in self.names for p in module.parameters())
+            if own and type(module).__module__.startswith("torch.nn."):
+                # if forward writes to its frozen parameters its calls are recorded, which read copies
+                own = not any(_storage_of(p) in self.written for p in module.parameters())
             return _is_single(module) if own else None
         finally:
             self.quiet -= 1
@@ -373,10 +374,11 @@ class Recorder(Nodes, TorchFunctionMode):
             if old is new:
                 continue
             if self.known(new) is None or new.requires_grad or new.shape != old.shape:
-                raise self.unrecordable(
+                what = (
                     f"{name} is replaced by what cannot be written into it (where only the first run does "
                     "so, call the model once, under torch.no_grad(), before it is traced)"
                 )
+                raise Unrecordable(what, path="", where="")  # no line of the model runs any more
             given = (self.node_of(old), self.node_of(new)), {}
             self.emit("call_function", torch.Tensor.copy_, given, None, "copy_")
 

@@ -133,6 +133,16 @@ def test_a_buffer_that_is_replaced_is_written_to():
     assert not calls.any()
 
 
+def test_a_buffer_that_is_replaced_by_another_shape_is_refused_without_a_place():
+    def grown(self, y):
+        self.calls = torch.ones(2)
+
+    model = model_of(None, grown)
+    model.register_buffer("calls", torch.zeros(1))
+    with pytest.raises(penstock.PlanError, match=r"calls is replaced by .* before it is traced\); put that"):
+        penstock.trace(model, (torch.randn(4, 6),))
+
+
 def test_a_cache_that_a_first_run_fills_is_taken_before_and_after_it():
     def cached(self, y):
         if self.kept is None:

@@ -74,7 +74,22 @@ def chain(*modules):
     return nn.Sequential(nn.Linear(6, 8), *modules)
 
 
+def slope(forward, **parts):
+    """A model with a layer of its own that takes a gradient."""
+    return chain(model_of(forward, name="Slope", **parts), nn.Linear(8, 3))
+
+
+def by_func(self, x):
+    return torch.func.vmap(torch.func.grad(lambda row: self.b(row).pow(2).sum()))(x)
+
+
+def by_autograd(self, x):
+    return torch.autograd.grad(self.b(x).pow(2).sum(), x, create_graph=True)[0]
+
+
 MODELS = [
+    (lambda: slope(by_func, b=nn.Linear(8, 8)), r"1 takes a gradient by torch\.func .* torch\.enable_grad"),
+    (lambda: slope(by_autograd, b=nn.Linear(8, 8)), r"eval mode .* in 1 \(Slope.* torch\.enable_grad\(\)"),
     (lambda: nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3)), "0 is lazy, its weight .* run the model"),
     (lambda: Two(noisy), "rand is given a Generator by forward; leave it out"),
     (lambda: holding(Two(), "own", GENERATOR), r"own, a torch\.Generator, .* default"),
@@ -380,3 +395,15 @@ def test_a_count_that_is_no_integer_is_refused():
     for wrong in ({"micro_batches": "3"}, {"micro_batches": 2.5}, {"stages": "2"}, {"ranks": "2"}):
         with pytest.raises(PlanError, match="counts from 1, found"):
             penstock.partition(profile, **{"stages": 2, **wrong})
+
+
+def test_an_example_without_samples_is_refused():
+    with pytest.raises(PlanError, match=r"one sample at least, found inputs of shape \(0, 6\)"):
+        penstock.trace(Two(), (torch.zeros(0, 6),))
+
+
+def test_a_loss_with_a_parameter_of_its_own_is_warned_of():
+    scale = nn.Parameter(torch.ones(3))
+    pipe = pipeline_of(Two(), stages=2, loss=lambda o, t: F.cross_entropy(o * scale, t))
+    with pytest.warns(UserWarning, match=r"parameter of its own, of shape \(3,\), which no optimizer"):
+        pipe.step(*batch())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import OPTIMIZERS
 from reference import plain_loop, same_bits
+from saving import wait
 from small_pipelines import pipeline_of
 from torch import nn
 from zoo import cross_entropy
@@ -111,7 +112,7 @@ def is_equal(model, cut, monkeypatch, *, unseen=lambda outputs: None):
     pipes = []
 
     def loss(outputs, targets):
-        pipes[0].stages[1].saved.wait()
+        wait(pipes[0].stages[1].saved)
         unseen(outputs)
         return cross_entropy(outputs, targets)
 
