@@ -9,21 +9,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..conf.schema import PlanningConfig
-from .command_line import asks_for_help, help_text
 
 if TYPE_CHECKING:
     from ..pipeline.run.run_folder import RunFolder
 
+SCHEMA = PlanningConfig
+
 
 def main(arguments: Sequence[str]) -> int:
     """Plan as ``arguments`` say; return the exit code."""
-    if asks_for_help(arguments):
-        print(help_text("plan", PlanningConfig))
-        return 0
-    from ..pipeline.run import early
     from .application import run
 
-    return run("plan", PlanningConfig, _plan, arguments=arguments, early=early.check)
+    return run("plan", SCHEMA, _plan, arguments=arguments)
 
 
 def _plan(config: PlanningConfig, folder: RunFolder, typed: Sequence[str]) -> None:

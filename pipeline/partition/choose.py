@@ -4,8 +4,6 @@ Each mix is cut by the same search with the same memory model. Its price is the 
 micro-batch: computing, and moving that does not hide behind it. Of equals the one that moves less is taken.
 Source: steps S2 and S3 of the resource management of distributed deep learning (what fits where decides)."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -66,23 +64,24 @@ def cheapest(
     prefetches: bool | None,
     limited: bool,
     disk_rate: float | None,
+    looks: int,
 ) -> Plan:
     """Return the plan that ``cut`` (``partition``, told all else) makes with the cheapest mix of tiers.
 
     Args:    memory: a rank's budget, also as a share ("25%") of what it holds with everything kept.
              limited: there is a budget, be it that of a cluster; disk_rate: bytes per second of the disk; 0:
-             it may not be used, None: not measured.
+             it may not be used, None: not measured; looks: for the chosen mix alone.
     Raises:  PlanError: nothing fits, with the least budget that does."""
     kept, asked = Mix("device", "device", recompute=False, prefetches=True), f"memory={memory}"
     if (share := share_of(memory)) is not None:
         memory = bytes_of_share(share, cut)
         asked += f" ({show_bytes(memory)})"
-    found: list[tuple[float, Plan]] = []
+    found: list[tuple[float, Mix, Plan]] = []
     refused: list[tuple[int, Mix, bool]] = []
     last: PlanError | None = None
     for mix in _mixes(profile, tier, parameters_tier, recompute, prefetches, allows_disk=disk_rate != 0):
         try:
-            plan = cut(memory=memory, **mix._asdict())
+            plan = cut(memory=memory, looks=0, **mix._asdict())
         except TooSmall as error:
             refused.append((error.needed, mix, error.least))
             last = error
@@ -92,15 +91,16 @@ def cheapest(
                 raise
             last = error  # that mix does not suit the schedule
             continue
-        found.append((_seconds(plan, disk_rate or DISK_RATE), plan))
+        found.append((_seconds(plan, disk_rate or DISK_RATE), mix, plan))
         if not limited:
             break  # nothing is moved where there is no limit
     if found:
-        least = min(seconds for seconds, _ in found)
-        return next(plan for seconds, plan in found if seconds <= least * EQUAL)
+        least = min(seconds for seconds, *_ in found)
+        _, mix, plan = next(one for one in found if one[0] <= least * EQUAL)
+        return cut(memory=memory, looks=looks, **mix._asdict()) if looks else plan
     for needed, mix, least in sorted(refused) if memory is not None else ():
         with contextlib.suppress(PlanError):  # the mix may not suit the schedule
-            cut(memory=needed, **mix._asdict())
+            cut(memory=needed, looks=0, **mix._asdict())
             budget = "the smallest budget" if least else "a budget"
             last = TooSmall(
                 f"{asked} on each rank holds this in no tier; {budget} that does is memory={needed} "

@@ -114,6 +114,8 @@ class Costs:
         trained = [value for value in profile.values if value.requires_grad]
         self.backward_bytes = _over_cuts(len(layers), trained)
         self.cut_weights = self._cut_weights()
+        crossed = [range(*_crossed(value, len(layers))) for value in profile.values]
+        self.passing_at = [[i for i, own in enumerate(crossed) if p in own] for p in range(len(layers) + 1)]
         self.rates = [*cluster.links] if cluster else []
         self.rates += [None if cluster else rate] * (len(copies) - len(self.rates))
         sending = {one: self._sending(one) for one in dict.fromkeys(self.rates)}
@@ -139,8 +141,8 @@ class Costs:
 
     def _sends(self, start: int, end: int, place: int) -> dict[str, Any]:
         """Return of a stage its codecs, and what of its cut is known in frames."""
-        values, length = self.profile.values, len(self.profile.layers)
-        passing = [[i for i, v in enumerate(values) if _passes(v, cut, length)] for cut in (start, end)]
+        values = self.profile.values
+        passing = self.passing_at[start], self.passing_at[end]
         found: dict[str, Any] = {"codecs": {}, "gradient_codecs": {}}
         names = {"forward": "codecs", "backward": "gradient_codecs"}
         for number, (way, codecs) in enumerate(names.items()):
@@ -204,14 +206,18 @@ class Costs:
         *,
         staying: int = 0,
         enters: bool = True,
+        saves: bool = True,
     ) -> int:
         """Predicted bytes on a rank beside frames; ``copies``: in the place of its own; ``staying``: bytes of
-        parameters that stay where the others leave; ``enters``: with what enters it."""
+        parameters that stay where the others leave; ``enters``: with what enters it; ``saves``: with what
+        micro-batches leave for their backwards."""
         sizes = {what: sums[end] - sums[start] for what, sums in self.sizes.items()}
         sizes |= {"largest": self.largest.of(start, end), "near": self.near.of(start, end)}
         enters &= self.recompute is True or sizes["near"] > 0  # else no part of these layers runs again
         sizes["entered"] = enters * self.forward_bytes[start]
         sizes["packed"] -= self.entering[start]  # it enters the stage
+        if not saves:
+            sizes |= dict.fromkeys(("saved", "packed", "near", "entered"), 0)
         if self.prefetches:
             sizes["neighbours"] = self.neighbours.of(self.with_parameters[start], self.with_parameters[end])
         return (copies or self.copies)[rank].of(**sizes, staying=staying)
@@ -336,6 +342,7 @@ class Costs:
             backward_seconds=sum(self.backwards[start:end]) / speed,
             update_seconds=self.updates * sum(map(_trained, layers)) / speed,
             memory_bytes=self.memory(start, end, rank, staying=staying),
+            weight_bytes=self.memory(start, end, rank, staying=staying, saves=False),
             frame_bytes=frames,
             staying_bytes=staying,
             saved_bytes=sum(layer.saved_bytes for layer in layers),
@@ -399,11 +406,6 @@ def _over_cuts(
             changes[first] += amount
             changes[behind] -= amount
     return list(accumulate(changes))[: num_layers + 1]
-
-
-def _passes(value: ValueProfile, position: int, num_layers: int) -> bool:
-    first, behind = _crossed(value, num_layers)
-    return first <= position < behind
 
 
 def _crossed(value: ValueProfile, num_layers: int) -> tuple[int, int]:

@@ -4,8 +4,6 @@ Every division is cut by the same search and its step simulated, exchange of gra
 shortest is taken. Where there are too many divisions to try them all, the slowest stage gets the next rank.
 Source: Narayanan et al., PipeDream, SOSP 2019, section 3.1 (the slowest stage is replicated)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise, product
@@ -14,8 +12,8 @@ from typing import Any
 
 from ...compression.errors import PlanError
 from ...stages.plan.plan import Asked, Plan
-from ..schedules.replicated import check_divided, step_programs
-from ..schedules.simulate import simulate_plan
+from ..schedules.replicated import check_divided
+from ..schedules.simulate import simulate_step
 from .choose import TooSmall
 
 MOST = 256  # divisions that are all tried: those of eight ranks over any number of stages are 128
@@ -39,7 +37,7 @@ def shortest(cut: Cut, asked: dict[str, Any], *, stages: Sequence[int]) -> Plan:
 
     def tried(counts: Sequence[int]) -> Plan | None:
         try:
-            plan = cut(replicas=list(counts), **rest)
+            plan = cut(replicas=list(counts), **(rest | {"looks": 0}))
         except PlanError as error:
             refused.append(error)
             return None
@@ -62,7 +60,10 @@ def shortest(cut: Cut, asked: dict[str, Any], *, stages: Sequence[int]) -> Plan:
         cuts = tuple(asked["cuts"]) if asked["cuts"] else None
         divided = "auto, idle" if idle else "auto"
         request = Asked(stages=asked["stages"], ranks=ranks, cuts=cuts, divided=divided)
-        return dataclasses.replace(min(plans, key=_rank), asked=request)
+        best = min(plans, key=_rank)
+        if asked["looks"]:
+            best = cut(replicas=list(best.replicas), **rest)
+        return dataclasses.replace(best, asked=request)
     if small := [error for error in refused if isinstance(error, TooSmall)]:
         raise min(small, key=lambda error: error.needed)
     if refused:
@@ -83,6 +84,6 @@ def _divisions(ranks: int, stages: int, *, most: int) -> Iterator[tuple[int, ...
 
 def _rank(plan: Plan) -> tuple[float, ...]:
     """Sort key of plans; the seconds to a nanosecond, so that sums in another order are equal."""
-    seconds = simulate_plan(plan, step_programs(plan)).seconds
+    seconds = simulate_step(plan)[1].seconds
     memory = max(stage.held_bytes for stage in plan.stages)
     return (round(seconds, 9), plan.num_ranks, memory, plan.num_stages, *plan.replicas)

@@ -1,17 +1,20 @@
 """partition(profile) -> Plan: where to cut, and which rank runs which stage.
 
-The choice is exact: of all legal cuts whose costliest rank is within 5 % of the cheapest possible, the one
+The search is exact: of all legal cuts whose costliest rank is within 5 % of the cheapest possible, the one
 that the fewest bytes pass. Predictions may err by 5 %, so such cuts are equals for all that is known.
 Where a rank runs several stages, its own part is cut again so that its slowest stage is as fast as possible,
 or, where frames between them exceed a budget, so that the fewest bytes pass: that choice is not exact.
+Another cut takes its place if a simulated step is shorter by more than 5 % with it (refine.py).
 
 Source: the min-max recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1), one replica per stage.
 """
 
+import contextlib
 import copy
 import difflib
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -30,8 +33,9 @@ from ..schedules import schedule_named
 from ..schedules.building_blocks import layout, placed, placement, stages_on
 from ..schedules.instruction import Programs
 from ..schedules.replicated import DEEPENED, dealt, endless_programs, most_extra, replicated, waiting
+from ..schedules.simulate import simulate_step
 from .choose import TooSmall, cheapest, is_open
-from .costs import Costs
+from .costs import Costs, Placed
 from .counts import (
     check_arguments,
     check_asked,
@@ -42,7 +46,8 @@ from .counts import (
     stage_counts,
 )
 from .divide import shortest
-from .split import smallest_limit, split
+from .refine import LOOKS, LOOSER, refined
+from .split import TOLERANCE, smallest_limit, split
 
 
 def _allowed_cuts(profile: Profile) -> list[int]:
@@ -144,14 +149,16 @@ def partition(
     idle: bool = False,
     disk_rate: float | None = None,
     update_seconds: float | None = None,
+    looks: int = LOOKS,
 ) -> Plan:
-    """Cut a measured model into stages, exactly: of the fastest cuts, to 5 %, the one that sends least.
+    """Cut a measured model into stages: of the fastest cuts, to 5 %, the one that sends least.
 
     A rank costs the larger of its seconds per micro-batch and the seconds its links need for the tensors over
     its cuts: packed, with the seconds that takes, where ``measure`` tried the codecs (both directions at
     once). Of all cuts whose costliest rank is within 5 % of the
     cheapest possible, the one is chosen that the fewest bytes pass; among equals the fewest that are not
     zero, then behind what writes into what passes, then the cheapest costliest rank, then the earliest.
+    Where the simulation of a step finds a cut that shortens it by more than 5 %, that one is chosen instead.
 
     Args:
         stages: default: as many as the schedule takes a rank (one or two), or one more than ``cuts``.
@@ -186,16 +193,18 @@ def partition(
         idle: of "auto": ranks that would not shorten the simulated step are left out.
         disk_rate: bytes per second of the disk, for "auto"; 0: none may be used, None: not measured.
         update_seconds: of an update, for each byte of parameters; None: updates take no time.
+        looks: cuts near the exact one of which a step is simulated; 0: the exact one is taken.
     Raises:
         PlanError: the numbers contradict each other or the model, a cut is unknown or refused, nothing fits.
         ScheduleError: the schedule is not known, or does not suit the counts. CodecError: no such codec."""
     asked_for = dict(locals())  # ahead of any other name
     # 1. what the request leaves open: tiers and replicas are searched by calls of this function
     check_arguments(profile, codec, extra_in_flight, optimizer_state)
+    check_counts(least=0, looks=looks)
     if cluster is not None:
         check_cluster(cluster, schedule, ranks=ranks, replicas=replicas, memory=memory, link=link)
         asked_for["ranks"] = ranks = cluster.num_ranks
-    left_open = ("memory", "tier", "parameters_tier", "recompute", "prefetches")
+    left_open = ("memory", "tier", "parameters_tier", "recompute", "prefetches", "looks")
     open_ = {name: asked_for.pop(name) for name in left_open}
     limited = memory is not None or (cluster is not None and any(cluster.memory))
     if is_open(memory, limited=limited, tier=tier, parameters_tier=parameters_tier, prefetches=prefetches):
@@ -286,50 +295,66 @@ def partition(
         sharded=sharded and owner == "spread",
         codec=codec,
     )
-    ends, rank_of = _cut(costs, [0, *places, len(profile.layers)], fixed, stages, ranks, memory=memory)
-    spans = [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]
-    # 5. what memory is left over: micro-batches in flight, resident parameters
-    most = extra
-    if extra_in_flight == AUTO:
-        most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
-    most_there = there(make(extra_in_flight=most))
-    staying = costs.staying(spans, most_there)
-    # 6. the plan
-    known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves", "graph")
-    made = Plan(
-        stages=tuple(
-            costs.stage(
-                *span,
-                place,
-                staying=stay,
-                frames=frames,
-                ranks=tuple(ranks_of[place]) if several else (rank,),
-                **held,
-            )
-            for (span, place, rank), stay, frames in zip(
-                spans, staying, costs.frames(spans, most_there), strict=True
-            )
-        ),
-        schedule=schedule,
-        micro_batches=micro_batches,
-        extra_in_flight=extra,
-        most_extra_in_flight=most,
-        codec=codec,
-        memory=None if cluster else costs.budget,
-        link=costs.rate,
-        cluster=cluster,
-        weights=weights,
-        weights_first=weights_first,
-        prediction=prediction,
-        error_feedback=error_feedback,
-        program=tuple(program),
-        exact=exact,
-        sharded=sharded,
-        owners=owner,
-        asked=Asked(**asked, replicas=several or None),
-        **{name: getattr(profile, name) for name in known},
-    )
-    return made.with_shares(weighed) if weighed else made
+
+    cut = functools.partial(_cut, costs, [0, *places, num_layers], fixed, stages, ranks, memory=memory)
+    ends, rank_of = cut()
+
+    def spans_of(ends: Sequence[int]) -> list[Placed]:
+        return [*zip(pairwise(ends), range(stages) if fixed else rank_of, rank_of, strict=True)]
+
+    def plan_with(ends: Sequence[int]) -> Plan:
+        """The plan with these cuts: what memory is left over is for micro-batches, resident parameters."""
+        spans, most = spans_of(ends), extra
+        if extra_in_flight == AUTO:
+            most = most_extra(make, lambda programs: costs.fit(spans, there(programs)))
+        most_there = there(make(extra_in_flight=most))
+        staying, frames = costs.staying(spans, most_there), costs.frames(spans, most_there)
+        known = ("fingerprint", "input_shapes", "input_dtypes", "signature", "leaves", "graph")
+        plan = Plan(
+            stages=tuple(
+                costs.stage(
+                    *span,
+                    place,
+                    staying=stay,
+                    frames=size,
+                    ranks=tuple(ranks_of[place]) if several else (rank,),
+                    **held,
+                )
+                for (span, place, rank), stay, size in zip(spans, staying, frames, strict=True)
+            ),
+            schedule=schedule,
+            micro_batches=micro_batches,
+            extra_in_flight=extra,
+            most_extra_in_flight=most,
+            codec=codec,
+            memory=None if cluster else costs.budget,
+            link=costs.rate,
+            cluster=cluster,
+            weights=weights,
+            weights_first=weights_first,
+            prediction=prediction,
+            error_feedback=error_feedback,
+            program=tuple(program),
+            exact=exact,
+            sharded=sharded,
+            owners=owner,
+            asked=Asked(**asked, replicas=several or None),
+            **{name: getattr(profile, name) for name in known},
+        )
+        return plan.with_shares(weighed) if weighed else plan
+
+    def seconds(cuts: Sequence[int]) -> float:
+        ends = [0, *cuts, num_layers]
+        return simulate_step(plan_with(ends))[1].seconds if costs.fit(spans_of(ends)) else math.inf
+
+    # 5. other cuts, by the simulation
+    if looks and given is None and stages > 1 and not (program or streams(schedule, weights)):
+        starts = [tuple(ends[1:-1])]
+        for percent in LOOSER:
+            with contextlib.suppress(TooSmall):  # the stages of looser ranks may hold more
+                starts.append(tuple(cut(tolerance=percent)[0][1:-1]))
+        ends = [0, *refined(starts, places, seconds, looks=looks), num_layers]
+    return plan_with(ends)
 
 
 def _cut(
@@ -340,12 +365,13 @@ def _cut(
     ranks: int,
     *,
     memory: int | str | None,
+    tolerance: int = TOLERANCE,
 ) -> tuple[list[int], tuple[int, ...]]:
     """Return the ends of the stages, as positions from 0 to the number of layers, and the rank of each.
 
     Where the schedule puts stages on ranks (``fixed``), the slowest stage is made as fast as it can be; else
     ranks are cut first, then the stages inside them."""
-    best = functools.partial(split, points, weight=costs.cut_weights)
+    best = functools.partial(split, points, weight=costs.cut_weights, tolerance=tolerance)
     parts, least = stages if fixed else ranks, costs.least_of_rank
     ends = best(parts=parts, span=costs.of_rank, edge=costs.link_times, least=least)
     free = [[0] * (points[-1] + 1)] * stages

@@ -27,6 +27,7 @@ def split(
     edge: Sequence[Sequence[float]],
     weight: Sequence[int],
     least: Span | None = None,
+    tolerance: int = TOLERANCE,
 ) -> list[int] | None:
     """Choose ``parts - 1`` of the inner points as cuts; the first and last point are the ends of the line.
 
@@ -39,13 +40,14 @@ def split(
             the earlier place.
         least: what a part costs at least, which never falls when it grows, so that longer ones need no look;
             None: ``span`` itself never falls.
+        tolerance: per cent.
     Returns: the chosen positions ascending, both ends included, or None where nothing is allowed."""
     # 1. the smallest limit that some split keeps, and the tolerance over it
     least = least or span
     smallest = smallest_limit(points, parts=parts, span=span, edge=edge, least=least)
     if smallest == math.inf:
         return None
-    line = _Line(points, parts, span, least, edge, weight, limit=smallest * (100 + TOLERANCE) // 100)
+    line = _Line(points, parts, span, least, edge, weight, limit=smallest * (100 + tolerance) // 100)
     # 2. the best value of each part at every point
     values = line.values()
     # 3. back from the last point, to the earliest start that has the value

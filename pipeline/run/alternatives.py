@@ -1,7 +1,5 @@
 """Other ways to run a job beside a plan, simulated from the same measurements: what each would cost."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from ..partition.partition import partition
 from .schedule_comparison import SYNCHRONOUS, Candidate, candidate
 
 SHOWN = 3
+LOOKS = 16  # cuts of each that are simulated: many plans are compared
 BUSY = 0.5  # of a step; of a rank that computes less it is said
 KNOWN = ("optimizer_state", "by_element")
 
@@ -38,13 +37,14 @@ def alternatives(
     if plan.streams or share_of(options["memory"]) is not None:
         return None, []
     known = {name: options[name] for name in KNOWN}
-    ours, found = candidate(profile, plan, **known), list[Alternative]()
+    own, ours = dataclasses.replace(plan, asked=None), candidate(profile, plan, **known)
+    found = list[Alternative]()
     for typed, changed in _changes(plan, options, file):
         try:
             other = candidate(profile, _planned(profile, plan, options, changed), **known)
         except PenstockError:
             continue  # it does not suit the model, or does not fit
-        if other.fits and _differs(other, ours):
+        if other.fits and dataclasses.replace(other.plan, asked=None) != own:
             found.append(Alternative(typed, other.seconds, max(other.memory)))
     return ours, sorted(found, key=lambda one: (round(one.seconds, 9), one.memory))[:SHOWN]
 
@@ -54,14 +54,10 @@ def _planned(profile: Profile, plan: Plan, options: Mapping[str, Any], changed: 
     first = plan.stages[0]  # tiers as they were chosen, which takes a tenth of the time of choosing them
     asked |= {"tier": first.tier, "parameters_tier": first.parameters_tier, "prefetches": first.prefetches}
     asked["recompute"] = options["recompute"] or first.recompute is True
-    asked |= changed
+    asked |= {"looks": LOOKS, **changed}
     if isinstance(asked.get("cluster"), dict):  # its links are known only now to be there
         asked["cluster"] = Cluster.of(asked["cluster"])
     return partition(profile, **asked)
-
-
-def _differs(other: Candidate, ours: Candidate) -> bool:
-    return dataclasses.replace(other.plan, asked=None) != dataclasses.replace(ours.plan, asked=None)
 
 
 def _changes(

@@ -1,7 +1,5 @@
 """From options to a plan: the length of a run, which every rank counts by itself, and what is measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -15,7 +13,7 @@ from ...compression.errors import ConfigError, PlanError
 from ...compression.names import AUTO
 from ...conf.groups import OURS
 from ...conf.schema import MEASURED, PlanConfig, PlanningConfig, TrainConfig
-from ...stages.files import save_json
+from ...stages.files import save_json, save_picture
 from ...stages.memory.disk import DiskOptions, disk_rate
 from ...stages.plan.cluster import Cluster, read_cluster
 from ...stages.plan.plan import Plan
@@ -324,12 +322,12 @@ def views(
         lines.append("replicas.shares=measured: training begins with these and follows the speed of ranks")
     if config.graph:
         assert graph is not None, "read_profile refuses it"
-        from ...stages.profiling import graph_picture
+        from ...stages.profiling.graph_picture import drawing, figure
 
         found = dependencies(graph, profile, optimizer_state=state, old_versions=versions)
         found.save(folder.graph)
         title = f"{model_name(config)}: dependencies of its layers"
-        graph_picture.draw(folder.graph_picture, found, stages, title=title)
+        save_picture(folder.graph_picture, figure(drawing(found, stages), title=title))
         files += [folder.graph, folder.graph_picture]
     if config.memory.table:
         listed = rows(profile, stages, optimizer_state=state, old_versions=versions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
     from .timeline import Panel
 
 OFF = 0.15  # a step that differs by more is explained
-LEAST = 3  # steps on whose mean anything can be said
+LEAST = 3  # steps of which anything can be said
 SHARE = 0.5  # of the difference, which a term must have to explain it
 
 Rates = Mapping[tuple[int, int], float]
 
 
 def compare(plan: Plan, panel: Panel, totals: Totals, *, rates: Rates | None) -> dict[str, Any] | None:
-    """Return a step as the plan predicts it and as the steps after the first were on the mean.
+    """Return a step as the plan predicts it and as the recent steps were, but for the first: medians.
 
     Args:   panel: the simulated step of the plan.
             rates: measured bytes per second from rank to rank; None: not measured.
@@ -30,7 +31,7 @@ def compare(plan: Plan, panel: Panel, totals: Totals, *, rates: Rates | None) ->
         packing where it is measured), ``transfer`` (its frames on their links), ``waiting`` (for frames), as
         ``[predicted, measured]``, the latter None where nobody knows; ``off``: why the step differs, None
         where it does not, or where the steps are few. None for a run without steps."""
-    if not totals.steady_steps:
+    if not totals.recent:
         return None
     stages, updates = [], []
     for number, (stage, ranks) in enumerate(zip(plan.stages, totals.ranks, strict=True)):
@@ -48,16 +49,12 @@ def compare(plan: Plan, panel: Panel, totals: Totals, *, rates: Rates | None) ->
             "transfer": _transfer(plan, number, one, rates),
             "waiting": (waiting, one["waiting_seconds"]),
         }
-        stages.append({name: [_of(value, several) for value in term] for name, term in terms.items()})
+        stages.append({k: [None if v is None else v / several for v in term] for k, term in terms.items()})
         update = (one["compute_seconds"] - one["worked_seconds"]) / several
         updates.append((seconds_of_update(plan, number), update))
-    step = [panel.seconds, totals.steady / totals.steady_steps]
-    off = _off(step, stages, updates) if totals.steady_steps >= LEAST else None
+    step = [panel.seconds, statistics.median(seconds for seconds, _ in totals.recent)]
+    off = _off(step, stages, updates) if len(totals.recent) >= LEAST else None
     return {"step_seconds": step, "stages": stages, "off": off}
-
-
-def _of(value: float | None, ranks: int) -> float | None:
-    return None if value is None else value / ranks
 
 
 def _transfer(

@@ -3,8 +3,6 @@
 A step of asynchronous training is a slice of an endless program: it runs what happens before its batch would
 be followed by the next. All ranks end it together, with micro-batches in flight, and no bubble appears."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import itertools
@@ -275,7 +273,8 @@ class Steps:
                 if str(error).startswith("the model does not run"):
                     why, _, _ = str(error).partition("; give it an example")
                     raise PlanError(f"{why}; pad or cut the batch to a shape that it takes") from None
-                raise PlanError(f"{refused}; recorded with it, {error}") from error
+                remedy = "" if "; " in str(error) else "; pad to one shape, or name the part in leaves="
+                raise PlanError(f"{refused}; recorded with it, {error}{remedy}") from error
         others = [x.shape[1:] for x in batch] != [x.shape[1:] for x in self.example]
         if self.world.rank == 0 and self.tells and (others or values):
             sizes = ", ".join("x".join(map(str, x.shape)) for x in batch)
@@ -304,10 +303,7 @@ class Steps:
                 for one in (first, other)
             )
             if missing := needed - known - {*other.shapes.traced[mode].constants}:
-                raise PlanError(
-                    f"stage {stage} reads {min(missing)} in {mode} mode, which it does not hold; pad to one "
-                    "shape"
-                )
+                raise PlanError(f"stage {stage} reads {min(missing)} in {mode} mode, which it does not hold")
             if plan.stages[stage].parameters_tier != "device":
                 here, there = (read_by_layer(one.layers(mode, stage)[1]) for one in (first, other))
                 if moved := [name for name, read in there.items() if read and here.get(name) != read]:

@@ -92,15 +92,6 @@ class Span(NamedTuple):
         return self.end - self.start - self.waiting
 
 
-def bubbles(spans: Sequence[Span], *, num_ranks: int) -> tuple[float, ...]:
-    """For every rank the share of the step, from 0 to the last span's end, in which it computes nothing."""
-    seconds = max((span.end for span in spans), default=0.0)
-    busy = [0.0] * num_ranks
-    for span in spans:
-        busy[span.rank] += span.computing
-    return tuple(1 - one / seconds if seconds else 0.0 for one in busy)
-
-
 class Flow(NamedTuple):
     """All frames of one value from stage to stage ("F"), or of its gradient ("B")."""
 

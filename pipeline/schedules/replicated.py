@@ -6,8 +6,6 @@ every replica has as many as a rank alone would have.
 
 Source: Narayanan et al., PipeDream, SOSP 2019, section 3.2 (round robin over the replicas of a stage)."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter
@@ -115,9 +113,11 @@ MOST_EXTRA = 2  # micro-batches: more hide nothing that these do not
 Layout = Sequence[Sequence[int]]  # the stages of each rank
 
 
-def step_programs(plan: Plan) -> Programs:
-    """The programs of one step; raises ScheduleError where the schedule does not suit the plan."""
-    extra = plan.extra_in_flight
+def step_programs(plan: Plan, *, extra_in_flight: int | None = None) -> Programs:
+    """The programs of one step; raises ScheduleError where the schedule does not suit the plan.
+
+    Args:   extra_in_flight: micro-batches beyond the schedule's own; None: those that a plan begins with."""
+    extra = plan.extra_in_flight if extra_in_flight is None else extra_in_flight
     return schedule_of(plan)(plan.stages_of_rank, plan.micro_batches, extra_in_flight=extra)
 
 

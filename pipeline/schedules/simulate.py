@@ -3,18 +3,18 @@
 The same instruction lists that run are simulated, so overlap, waiting and what is in flight are not estimated
 by a formula: they come out."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from operator import itemgetter
 
 from ...compression.errors import ScheduleError
 from ...stages.plan.plan import Plan
-from .instruction import Instruction, Op, Programs, Span, bubbles
+from .instruction import Instruction, Op, Programs, Span
 from .messages import Message, StepMessages
+from .replicated import step_programs
 
 EXCHANGE_RATE = 1e9  # bytes per second that are copied, or passed on one machine: seen of 44 MB between two
+MORE = 1.02  # by which more in flight has to shorten a step, as it takes memory
 _FLOAT = 4  # bytes of a parameter: a plan knows their number
 
 Work = Callable[[Instruction], float]
@@ -23,11 +23,9 @@ Transfer = Callable[[Message], float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A simulated step: the spans of every instruction, rank by rank, and per rank the share of the step in
-    which it neither computes nor packs."""
+    """A simulated step: the spans of every instruction, rank by rank."""
 
     spans: tuple[Span, ...]
-    bubble: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
@@ -43,7 +41,7 @@ def simulate(traffic: StepMessages, *, work: Work, transfer: Transfer) -> Simula
         Span(rank, i.stage, i.op.value, i.micro_batch, free, start - free, end)
         for rank, i, free, start, end in sorted(_run(traffic, work, transfer), key=itemgetter(0))
     ]
-    return Simulation(spans=tuple(spans), bubble=bubbles(spans, num_ranks=len(traffic.programs)))
+    return Simulation(spans=tuple(spans))
 
 
 def step_seconds(traffic: StepMessages, *, work: Work, transfer: Transfer) -> float:
@@ -72,6 +70,15 @@ def simulate_plan(plan: Plan, programs: Programs) -> Simulation:
         updates = [[Instruction(s, Op.U) for s in own if takes[s]] for own in plan.stages_of_rank]
         programs = [[*program, *more] for program, more in zip(programs, updates, strict=True)]
     return simulate(outline(programs), work=seconds, transfer=transfer)
+
+
+def simulate_step(plan: Plan) -> tuple[Programs, Simulation]:
+    """Return the programs of a step that is no part of a stream, and what is simulated of them: with the more
+    micro-batches in flight that a plan leaves open, if they shorten it."""
+    numbers = sorted({plan.extra_in_flight, plan.most_extra_in_flight})
+    both = [step_programs(plan, extra_in_flight=number) for number in numbers]
+    steps = [(programs, simulate_plan(plan, programs)) for programs in both]
+    return steps[-1] if steps[0][1].seconds > MORE * steps[-1][1].seconds else steps[0]
 
 
 def packing_seconds(plan: Plan, stage: int, op: Op) -> float:

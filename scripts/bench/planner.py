@@ -3,8 +3,7 @@
 Each network is planned and trained anew for every repeat, so that measurement and run are neighbours: the
 speed of a machine differs from minute to minute."""
 
-from __future__ import annotations
-
+import dataclasses
 import itertools
 import json
 import os
@@ -26,22 +25,26 @@ from shaped_links import ADDRESSES, LOOPBACK, Link, parse_link
 from penstock.compression.errors import TransportError
 from penstock.pipeline.distributed.launcher import private_folder
 from penstock.pipeline.partition.partition import partition
+from penstock.pipeline.schedules.simulate import simulate_step
+from penstock.stages.plan.plan import Plan
 from penstock.stages.profiling.network_profile import Profile
 
 WORKERS, RATES = (2, 4, 8, 16), ("100Mbit", "1Gbit", "10Gbit", "100Gbit")
-NETWORKS = ("resnet50", "vgg16_bn", "densenet121", "mobilenet_v3_large", "gpt")
-JOBS = {"gpt": "data=text batch_size=16 micro_batches=4 model.width=256"}
+NETWORKS = ("resnet50", "vgg16_bn", "densenet121", "mobilenet_v3_large", "gpt", "llama")
+TEXT = "data=text batch_size=16 micro_batches=4"
+JOBS = {"gpt": f"model=gpt model.width=256 {TEXT}", "llama": f"model._target_=llama_logits.Llama {TEXT}"}
 JOB = "data=fake data.num_samples=512 batch_size=32 micro_batches=4"
 FIXED = "ranks=2 threads=1 extra_in_flight=0 epochs=9"
 GRAPH_COLUMNS = {
     "graph": "{graph}", "layers": "{layers}", "ranks": "{ranks}", "link": "{link}",
     "slowest rank": "{seconds:.4f} s", "optimum": "{optimum:.4f} s", "over it": "{over:.1%}",
+    "its step": "{exact_step:.3f} s", "the plan's": "{step:.3f} s", "speed": "{faster:.2f}x",
     "planned in": "{took:.2f} s",
 }  # fmt: skip
 STEP_COLUMNS = {
     "network": "{network}", "link": "{link}", "predicted": "{predicted:.3f} s",
     "measured": "{measured:.3f} s", "error": "{error:+.1%}", "errors": "{errors}",
-    "half the range of runs": "{half_range:.1%}", "bytes": "{bytes:+.1%}",
+    "half the range of runs": "{half_range:.1%}", "bytes": "{bytes:+.1%}", "packing": "{packing:.2%}",
 }  # fmt: skip
 
 
@@ -50,7 +53,9 @@ def options() -> Any:
     made = harness.parser(__doc__, repeats=5)
     made.add_argument("--graphs", type=Path, help="folder with graph files of PipeDream; none: no such table")
     names = harness.list_of()
-    made.add_argument("--networks", type=names, default=list(NETWORKS), help="model=NAME of each run")
+    made.add_argument(
+        "--networks", type=names, default=list(NETWORKS), help="model=NAME of each run, or llama"
+    )
     made.add_argument("--links", type=names, default=[LOOPBACK, "100Mbit"], help="loopback, or rates")
     made.add_argument("--codec", default="raw", help="codec of every run")
     made.add_argument("--steps", type=harness.at_least(4), default=12, help="steps of a run")
@@ -78,9 +83,11 @@ def bench(asked: Options, path: Path) -> Results:
 def _cuts(file: Path) -> Iterator[dict[str, Any]]:
     profile, name = Profile.from_pipedream(file), file.name.partition(".")[0]
     for ranks, link in itertools.product((n for n in WORKERS if n <= len(profile.layers)), RATES):
-        began = time.perf_counter()
-        plan = partition(profile, stages=ranks, link=link, micro_batches=ranks, codec="raw")
+        asks: Any = {"stages": ranks, "link": link, "micro_batches": 2 * ranks, "codec": "raw"}
+        plan, began = partition(profile, **asks, looks=0), time.perf_counter()
+        chosen = partition(profile, **asks)
         took = time.perf_counter() - began
+        steps = [simulate_step(one)[1].seconds for one in (plan, chosen)]
         assert plan.link is not None, "it was given"
         seconds = max(
             max(one.forward_seconds + one.backward_seconds, 8 * one.bytes_forward / plan.link)
@@ -90,6 +97,7 @@ def _cuts(file: Path) -> Iterator[dict[str, Any]]:
         yield {
             "graph": name, "layers": len(profile.layers), "ranks": ranks, "link": link, "took": took,
             "seconds": seconds, "optimum": least, "over": seconds / least - 1,
+            "exact_step": steps[0], "step": steps[1], "faster": steps[0] / steps[1],
         }  # fmt: skip
 
 
@@ -111,7 +119,7 @@ def optimum(profile: Profile, parts: int, rate: float) -> float:
 def _run(name: str, link: Link, steps: int, codec: str) -> dict[str, Any]:
     """Plan and train a network on two ranks; return the prediction of its summary."""
     with private_folder() as folder, shaped_links.joined(link) as ends:
-        typed = f"model={name} {JOBS.get(name, JOB)} {FIXED} codec={codec} max_steps={steps}"
+        typed = f"{JOBS.get(name, f'model={name} {JOB}')} {FIXED} codec={codec} max_steps={steps}"
         typed += f" hydra.run.dir={folder}/run"
         typed += "" if link.rate is None else f" link={link.name}"
         address = "127.0.0.1" if link.rate is None else ADDRESSES[0]
@@ -121,6 +129,7 @@ def _run(name: str, link: Link, steps: int, codec: str) -> dict[str, Any]:
             subprocess.Popen(
                 [*end, sys.executable, "-m", "penstock", "train", *typed.split()],
                 env=os.environ | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=Path(__file__).parent,  # of llama_logits.py
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank, end in enumerate(ends)
@@ -129,8 +138,17 @@ def _run(name: str, link: Link, steps: int, codec: str) -> dict[str, Any]:
         if any(process.returncode for process in started):
             raise TransportError(f"penstock train {typed} failed: {said[0].strip().splitlines()[-1]}")
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+        packing = _packing(Plan.load(Path(folder) / "run" / "plan.json"))
     pairs = [(stage["predicted_bytes"], stage["peak_bytes"]) for stage in summary["stages"]]
-    return summary["prediction"] | {"bytes": pairs}
+    return summary["prediction"] | {"bytes": pairs, "packing": packing}
+
+
+def _packing(plan: Plan) -> float:
+    """By how much packing lengthens a simulated step: the most that frames in parts could save, which are
+    packed, sent and unpacked at once."""
+    none = {"packing_forward": 0.0, "packing_backward": 0.0}
+    free = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, **none) for s in plan.stages))
+    return simulate_step(plan)[1].seconds / simulate_step(free)[1].seconds - 1
 
 
 def _free_port() -> int:
@@ -149,6 +167,7 @@ def _row(name: str, link: Link, runs: Sequence[dict[str, Any]]) -> dict[str, Any
         "network": name, "link": link.name, "predicted": statistics.median(predicted), "measured": middle,
         "error": statistics.median(errors), "errors": f"{errors[0]:+.0%} to {errors[-1]:+.0%}", "bytes": most,
         "half_range": (max(measured) - min(measured)) / 2 / middle, "runs": runs,
+        "packing": max(run["packing"] for run in runs),
     }  # fmt: skip
 
 

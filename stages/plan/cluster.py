@@ -59,6 +59,7 @@ class Cluster:
                 f"{source}; add it to devices:"
             )
         found = {name: _device(name, one, source) for name, one in devices.items()}
+        _check_links(links, devices, source)
         rates = [_rate(links, *pair, source=source) for pair in itertools.pairwise(ranks)]
         return cls(
             names=tuple(map(str, ranks)),
@@ -96,9 +97,12 @@ class Cluster:
 
 def read_cluster(path: str | Path) -> Any:
     """Return the content of a YAML file, which ``Cluster.of`` takes."""
+    from omegaconf import OmegaConf  # on demand: it takes 0.1 s
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return OmegaConf.to_container(OmegaConf.load(path))  # which refuses a key that comes twice
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise PlanError(f"cluster={path} is a YAML file, which cannot be read: {error}") from error
 
 
@@ -144,6 +148,23 @@ def _device(name: object, data: Any, source: str) -> tuple[float, int | None]:
             f"speed is a number above 0, 1 for the machine that measures, found {speed!r} for {where}"
         )
     return float(speed), None if memory is None else parse_bytes(memory, name=f"memory of {where}")
+
+
+def _check_links(links: Mapping[Any, Any], devices: Mapping[Any, Any], source: str) -> None:
+    """Refuse links of unknown devices, and two rates for one link."""
+    pairs = {f"{one}-{other}": f"{other}-{one}" for one in devices for other in devices}
+    if unknown := [key for key in links if key not in pairs and key != "default"]:
+        raise PlanError(
+            f"links are between two devices ({', '.join(map(str, devices))}) or default, found {unknown[0]} "
+            f"in {source}; write NAME-NAME: RATE"
+        )
+    for key in links:
+        back = pairs.get(key, key)
+        if back in links and links[back] != links[key]:
+            raise PlanError(
+                f"a link has one rate for both ways, found {key}: {links[key]} and {back}: {links[back]} in "
+                f"{source}; drop one"
+            )
 
 
 def _rate(links: Mapping[Any, Any], one: Any, other: Any, *, source: str) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...compression.errors import PlanError
 from ...compression.names import AUTO, LOSSY, show_codec
-from ..files import save_json
+from ..files import save_json, save_picture
 from ..memory.byte_budget import NAMES
 from ..record import IN_PROCESS, json_fields, load_json, read, reduced, shortened
 from ..tracing.capture.signature import Signature
@@ -154,7 +154,8 @@ class Plan:
         validation.check_owner(self.owners, sharded=self.sharded)
         most = self.most_extra_in_flight
         validation.check_extra(self.extra_in_flight, most, micro_batches=self.micro_batches)
-        counts = [n for s in self.stages for n in dataclasses.astuple(s) if isinstance(n, int | float)]
+        names = [field.name for field in dataclasses.fields(PlanStage)]
+        counts = [n for s in self.stages for name in names if isinstance(n := getattr(s, name), int | float)]
         counts += [self.extra_in_flight, self.most_extra_in_flight, *sum(self.input_shapes, ())]
         no_memory = self.memory is not None and self.memory < 1
         if min(counts) < 0 or no_memory or (self.link is not None and self.link <= 0):
@@ -300,9 +301,9 @@ class Plan:
 
     def draw(self, path: str | Path) -> None:
         """Draw the stages, their seconds and the bytes over each cut into a PNG."""
-        from .plan_picture import draw
+        from .plan_picture import figure
 
-        draw(path, self.stages, title=_title(self))
+        save_picture(path, figure(self.stages, title=_title(self)))
 
     def __str__(self) -> str:
         return "\n".join([_title(self), *_table(self.stages)])

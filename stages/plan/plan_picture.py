@@ -4,10 +4,8 @@ A person judges a cut by balance and by the bytes on its links; both are seen he
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import save_picture
 from ..units import shortened_name, show_bytes, show_count, show_seconds
 from .plan_stage import PlanStage, show_sent
 
@@ -17,13 +15,10 @@ if TYPE_CHECKING:
 
 # Told apart by colour-blind readers (Okabe and Ito).
 FORWARD_COLOR, BACKWARD_COLOR, LINE = "#0072B2", "#E69F00", "#5B6470"
+WEIGHT_COLOR, SAVED_COLOR, FRAME_COLOR = "#56B4E9", "#009E73", "#CC79A7"
+MIB = 2**20
 RANKS = ("#EAF2F8", "#F6F1E7")  # neighbouring ranks differ
 WIDTH, GAP = 1.0, 0.42  # of a stage and of the link behind it
-
-
-def draw(path: str | Path, stages: Sequence[PlanStage], *, title: str) -> None:
-    """Draw the stages of a plan, and the rank of each, into a PNG."""
-    save_picture(path, figure(stages, title=title))
 
 
 def figure(stages: Sequence[PlanStage], *, title: str) -> "Figure":
@@ -31,8 +26,9 @@ def figure(stages: Sequence[PlanStage], *, title: str) -> "Figure":
     from matplotlib.figure import Figure  # takes a second to import, and only a drawing needs it
 
     width = max(6.5, 1.1 + 2.35 * len(stages))
-    made = Figure(figsize=(width, 5.2), layout="constrained")
-    blocks, bars = made.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    kinds = all(stage.weight_bytes is not None for stage in stages)
+    made = Figure(figsize=(width, 5.2 + 1.9 * kinds), layout="constrained")
+    blocks, bars, *held = made.subplots(2 + kinds, 1, sharex=True, height_ratios=[3, 2, 2][: 2 + kinds])
     several = any(len(stage.ranks) > 1 for stage in stages)  # then every stage has ranks of its own
     for number, stage in enumerate(stages):
         _draw_stage(blocks, number, stage, shade=RANKS[(number if several else stage.ranks[0]) % 2])
@@ -41,7 +37,12 @@ def figure(stages: Sequence[PlanStage], *, title: str) -> "Figure":
     blocks.set_ylim(0, 1)
     blocks.axis("off")
     _draw_seconds(bars, stages)
-    made.suptitle(textwrap.fill(title, int(11 * width)), fontsize=11, fontweight="bold")
+    for axes in held:
+        _draw_memory(axes, stages)
+    longest = int(11 * width)
+    lines = len(textwrap.wrap(title, longest))
+    even = next(n for n in range(longest // 2, longest + 1) if len(textwrap.wrap(title, n)) <= lines)
+    made.suptitle(textwrap.fill(title, even), fontsize=11, fontweight="bold")
     return made
 
 
@@ -86,22 +87,50 @@ def _draw_link(axes: "Axes", number: int, stage: PlanStage, *, local: bool) -> N
 
 def _draw_seconds(axes: "Axes", stages: Sequence[PlanStage]) -> None:
     """A bar per stage in ms, and a line at the slowest, which sets the pace; replicas share a stage's bar."""
-    middles = [number * (WIDTH + GAP) + WIDTH / 2 for number in range(len(stages))]
+    middles = _middles(stages)
     forward = [1e3 * stage.forward_seconds / len(stage.ranks) for stage in stages]
     backward = [1e3 * stage.backward_seconds / len(stage.ranks) for stage in stages]
     totals = [sum(pair) for pair in zip(forward, backward, strict=True)]
-    axes.bar(middles, forward, WIDTH * 0.62, color=FORWARD_COLOR, label="forward")
-    axes.bar(middles, backward, WIDTH * 0.62, bottom=forward, color=BACKWARD_COLOR, label="backward")
+    _draw_bars(axes, middles, {"forward": (FORWARD_COLOR, forward), "backward": (BACKWARD_COLOR, backward)})
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # over the line of the slowest
     for middle, total, stage in zip(middles, totals, stages, strict=True):
         label, number = show_seconds(total / 1e3), len(stage.ranks)
         label += f" ({show_seconds(number * total / 1e3)} by {number})" if number > 1 else ""
         _write(axes, middle, total + 0.02 * max(totals), label, va="bottom", bbox=behind)
     axes.axhline(max(totals), color=LINE, linewidth=1, linestyle="dotted", zorder=0)
-    axes.set_ylim(0, max(*totals, 1e-9) * 1.2)
-    axes.set_xlim(-0.12, middles[-1] + WIDTH / 2 + 0.12)
     axes.set_ylabel("ms per micro-batch")
-    axes.set_xticks(middles, [f"stage {number}" for number in range(len(stages))])
+
+
+def _middles(stages: Sequence[PlanStage]) -> list[float]:
+    return [number * (WIDTH + GAP) + WIDTH / 2 for number in range(len(stages))]
+
+
+def _draw_bars(axes: "Axes", middles: list[float], parts: dict[str, tuple[str, list[float]]]) -> None:
+    """Bars of a stage's parts on each other, each in its colour."""
+    below = [0.0] * len(middles)
+    for label, (colour, values) in parts.items():
+        axes.bar(middles, values, WIDTH * 0.62, bottom=below, color=colour, label=label)
+        below = [sum(pair) for pair in zip(below, values, strict=True)]
+    axes.set_ylim(0, max(*below, 1e-9) * 1.2)
+    axes.set_xlim(-0.12, middles[-1] + WIDTH / 2 + 0.12)
+    axes.set_xticks(middles, [f"stage {number}" for number in range(len(middles))])
     axes.tick_params(axis="x", length=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.1), ncols=2, frameon=False, fontsize=9)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.1), ncols=len(parts), frameon=False, fontsize=9)
+
+
+def _draw_memory(axes: "Axes", stages: Sequence[PlanStage]) -> None:
+    """A bar per stage in MiB, of what a rank holds at its most."""
+    weights = [(stage.weight_bytes or 0) / MIB for stage in stages]
+    saved = [(stage.memory_bytes - (stage.weight_bytes or 0)) / MIB for stage in stages]
+    frames = [stage.frame_bytes / MIB for stage in stages]
+    parts = {
+        "weights, gradients, optimizer": (WEIGHT_COLOR, weights),
+        "saved tensors": (SAVED_COLOR, saved),
+        "frames": (FRAME_COLOR, frames),
+    }
+    _draw_bars(axes, _middles(stages), parts)
+    for middle, stage in zip(_middles(stages), stages, strict=True):
+        text = show_bytes(stage.held_bytes)
+        _write(axes, middle, stage.held_bytes / MIB * 1.02, text, va="bottom")
+    axes.set_ylabel("MiB on a rank")

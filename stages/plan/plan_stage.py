@@ -6,8 +6,6 @@ and pays for all. Any run of micro-batches is spread as the shares say, and equa
 Source: smooth weighted round robin as nginx deals requests (ngx_http_upstream_round_robin.c, since
 1.3.1)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -88,7 +86,8 @@ def show_sent(raw: int, packed: int | None, *, arrow: str = " -> ") -> str:
 class PlanStage:
     """One stage: its layers and parameters (names), its decisions, and its predictions per micro-batch.
 
-    ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, of which each
+    ``num_parameters`` counts elements, ``memory_bytes`` is for all micro-batches in flight, beside
+    ``weight_bytes`` (parameters, gradients, optimizer state, versions; None: nobody counted), of which each
     leaves ``saved_bytes`` for its backward, of which ``near_bytes`` are the most that layers near each other
     save (None: all), ``frame_bytes`` are the most of frames beside that, ``bytes_forward`` and
     ``bytes_backward`` pass the cut behind the stage, unpacked; ``packed_forward`` and ``packed_backward`` as
@@ -136,6 +135,7 @@ class PlanStage:
     packed_backward: int | None = None
     packing_forward: float = 0.0
     packing_backward: float = 0.0
+    weight_bytes: int | None = None
 
     def transfer_seconds(self, way: str, rate: float | None) -> float:
         """Seconds of a micro-batch on the link after the stage.

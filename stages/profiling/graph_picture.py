@@ -6,10 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files import save_picture
 from ..plan.plan_picture import BACKWARD_COLOR, FORWARD_COLOR, LINE, RANKS
 from ..units import shortened_name, show_bytes
 from .dependencies import FORWARD, UPDATE, Dependencies
@@ -145,11 +143,6 @@ SLOTS: Mapping[str, tuple[float, float, str, str]] = {
     "optimizer": (-3.35, 0.0, "#CC79A7", "optimizer state, old versions"),
     "buffer": (2.75, 0.0, "#999999", "buffers"),
 }
-
-
-def draw(path: str | Path, found: Dependencies, stages: Sequence[int], *, title: str) -> None:
-    """Draw the dependencies into a PNG; ``stages``: of each layer, its stage."""
-    save_picture(path, figure(drawing(found, stages), title=title))
 
 
 def figure(drawn: Drawing, *, title: str) -> Figure:

@@ -1,19 +1,18 @@
 """First-iteration profile: seconds, bytes and zeros of every layer and value, measured on a copy.
 
-Every layer runs by itself, for its seconds, on copies of its inputs, received as from a stage: its
-backward is its own. One that cannot run so (it differentiates what a layer ahead of it made, or turns its
-input in place) runs with those ahead. All layers run once together, for what they save.
+Every layer runs by itself, for the seconds of its backward, on copies of its inputs, received as from a
+stage. One that cannot run so (it differentiates what a layer ahead of it made, or turns its input in place)
+runs with those ahead. By itself a layer takes up to a quarter longer than in a step, so all layers run
+together, too: each forward takes what it takes there, and the backwards last as long as the whole one.
 
 Layers of a model on the meta device are given random values one layer at a time: seconds hardly depend on
 values."""
-
-from __future__ import annotations
 
 import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -180,6 +179,34 @@ class _Timer:
         return found
 
 
+def _timed(blocks: Sequence[range], graph: LayerGraph, inputs: Inputs, device: Device, parts: Parts) -> Run:
+    timer = _Timer(device, graph)
+    env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
+    for block in blocks:
+        timer.run(block, env, parts)
+    return timer.seconds(), {number: count() for number, count in timer.zeros.items()}
+
+
+def _as_together(
+    apart: Sequence[tuple[float, float]], together: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Return the forwards of layers that ran together, with the whole backward divided as theirs apart."""
+    whole, parts = (sum(backward for _, backward in seconds) for seconds in (together, apart))
+    scale = whole / parts if parts else 0.0
+    return [(f, scale * b) for (f, _), (_, b) in zip(together, apart, strict=True)]
+
+
+def _typical(runs: Sequence[Sequence[tuple[float, float]]]) -> list[list[float]]:
+    """Return the medians of each layer's seconds, scaled so that they add up to the median of all runs: each
+    run has slow moments, of which medians of single layers have none."""
+    found = [
+        [statistics.median(each) for each in zip(*layer, strict=True)] for layer in zip(*runs, strict=True)
+    ]
+    whole, medians = statistics.median(sum(map(sum, run)) for run in runs), sum(map(sum, found))
+    scale = whole / medians if medians else 0.0
+    return [[scale * seconds for seconds in layer] for layer in found]
+
+
 def _write_back(
     block: range, given: Mapping[fx.Node, Any], env: Mapping[fx.Node, Any], record: Probe
 ) -> None:
@@ -245,25 +272,22 @@ def measure(graph: LayerGraph, example_inputs: Examples, *, repeats: int = 5, pa
             blocks, tied = _blocks_of(graph, inputs, device)
             parts = parts_of(graph.model_copy, graph.train)
             for _ in range(repeats):
-                timer = _Timer(device, graph)
-                env: dict[fx.Node, Any] = dict(zip(graph.train.inputs, fresh(inputs), strict=True))
-                for block in blocks:
-                    timer.run(block, env, parts)
-                runs.append((timer.seconds(), {number: count() for number, count in timer.zeros.items()}))
-                del timer, env  # which hold all that the layers made
+                apart, zeros = _timed(blocks, graph, inputs, device, parts)
+                together, _ = _timed([range(len(apart))], graph, inputs, device, parts)
+                runs.append((_as_together(apart, together), zeros))
             graph.model_copy.zero_grad()
             seen, far = observe_step(graph, fresh(inputs), packs=packs)
     for buffer, before in zip(graph.model_copy.buffers(), buffers, strict=True):
         memory_of(buffer).copy_(before)
-    owned = owned_parameters(graph)
+    owned, seconds = owned_parameters(graph), _typical([run for run, _ in runs])
     parameters = dict(graph.model_copy.named_parameters())
     return Profile(
         layers=tuple(
             LayerProfile(
                 name=layer.name,
                 module=layer.module,
-                forward_seconds=statistics.median(seconds[i][0] for seconds, _ in runs),
-                backward_seconds=statistics.median(seconds[i][1] for seconds, _ in runs),
+                forward_seconds=seconds[i][0],
+                backward_seconds=seconds[i][1],
                 parameters=owned[i],
                 num_parameters=sum(parameters[name].numel() for name in owned[i]),
                 parameter_bytes=sum(parameters[name].nbytes for name in owned[i]),

@@ -14,7 +14,7 @@ from ...compression.names import HOST
 from ..files import save_json
 from ..memory.byte_budget import PREFETCH_LAYERS
 from ..plan.memory_model import NEIGHBOURS
-from ..record import IN_PROCESS, json_fields, load_json, read, reduced
+from ..record import IN_PROCESS, json_fields, load_json, read, reduced, shortened
 from ..tracing.capture.signature import Signature
 from .pipedream import read_graph
 
@@ -237,4 +237,23 @@ class Profile:
             raise PlanError(
                 f"a profile is a JSON object with the key penstock_profile, {path} is not; measure again"
             )
-        return read(cls, data, "profile")
+        profile = read(cls, data, "profile")
+        _check_numbers(profile, "profile")
+        return profile
+
+
+def _check_numbers(value: Any, where: str) -> None:
+    """Refuse a number below zero or beyond all sizes, and costs of a codec that are not three."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, Signature):
+        for field in dataclasses.fields(value):
+            _check_numbers(getattr(value, field.name), f"{where}.{field.name}")
+    elif isinstance(value, tuple | dict):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if where.endswith("costs") and len(item) != 3:
+                raise PlanError(f"{where}[{key}] is bytes and two times, found {[*item]}; measure again")
+            _check_numbers(item, f"{where}[{key}]")
+    elif isinstance(value, int | float):
+        least = -1 if where.endswith((".producer", ".maker")) else 0
+        least = 1 if where.endswith((".num_samples", ".threads")) else least
+        if not least <= value <= 2**63:
+            raise PlanError(f"{where} is a number from {least} on, found {shortened(value)}; measure again")

@@ -75,9 +75,9 @@ def test_no_cut_for_unlike_ranks_is_better_by_brute_force(seed):
     # 2. the search finds one of the cheapest, to 5 %, that sends least
     if not fitting:
         with pytest.raises(TooSmall, match=r"holds no legal cut of the model; .* times as much"):
-            partition(profile, cluster=cluster, micro_batches=4, tier="device")
+            partition(profile, cluster=cluster, micro_batches=4, tier="device", looks=0)
         return
-    plan = partition(profile, cluster=cluster, micro_batches=4, tier="device")
+    plan = partition(profile, cluster=cluster, micro_batches=4, tier="device", looks=0)
     ends = list(itertools.accumulate((len(stage.layers) for stage in plan.stages), initial=0))
     smallest = min(cost for cost, _ in fitting)
     near = [sent for cost, sent in fitting if cost <= 1.05 * smallest * (1 + 1e-9)]
@@ -90,10 +90,10 @@ def test_no_cut_for_unlike_ranks_is_better_by_brute_force(seed):
 
 def test_a_rank_of_half_the_speed_gets_half_the_layers_and_its_seconds_are_its_own():
     profile = profile_of([layer_of(f"l{i}", forward=1, backward=2) for i in range(9)])
-    plan = partition(profile, cluster=cluster_of([1, 0.5]), micro_batches=2)
+    plan = partition(profile, cluster=cluster_of([1, 0.5]), micro_batches=2, looks=0)
     assert [len(stage.layers) for stage in plan.stages] == [6, 3]
     assert [stage.forward_seconds for stage in plan.stages] == pytest.approx([6 * MS, 6 * MS])
-    deep = partition(profile, cluster=cluster_of([1, 0.5]), stages=4, micro_batches=2)
+    deep = partition(profile, cluster=cluster_of([1, 0.5]), stages=4, micro_batches=2, looks=0)
     assert [sum(len(deep.stages[s].layers) for s in own) for own in deep.stages_of_rank] == [6, 3]
     assert [len(stage.layers) for stage in deep.stages] in ([3, 3, 1, 2], [3, 3, 2, 1])
 
@@ -137,6 +137,11 @@ WRONG = {
         "memory of device desk .*=8X is not a size",
     ),
     "rate": ({**FILE, "links": {"default": "fast"}}, "link default=fast is not a rate"),
+    "far link": ({**FILE, "links": {"desk-tv": 9, "default": 8}}, r"\(desk, laptop\) or .*, found desk-tv"),
+    "two rates": (
+        {**FILE, "links": {"desk-laptop": 8, "laptop-desk": 9}},
+        "one rate for both ways, found desk-laptop: 8 and laptop-desk: 9",
+    ),
 }
 
 
@@ -148,6 +153,15 @@ def test_a_file_that_is_wrong_is_refused_before_anything_starts(case, tmp_path, 
     with pytest.raises(PlanError, match=said):
         Cluster.load(path)
     assert str(path) in refusal(f"{SMALL} cluster={path}", capsys, name="plan") or case in ("memory", "rate")
+
+
+def test_numbers_are_read_as_people_write_them_and_a_key_that_comes_twice_is_refused(tmp_path):
+    path = tmp_path / "machines.yaml"
+    path.write_text("ranks: [a, b]\ndevices: {a: {speed: 1e3}, b: {}}\nlinks: {default: 1e9}\n")
+    assert (Cluster.load(path).speeds, Cluster.load(path).links) == ((1000, 1), (1e9,))
+    path.write_text(path.read_text() + "ranks: [a]\n")
+    with pytest.raises(PlanError, match="duplicate key ranks"):
+        Cluster.load(path)
 
 
 def test_what_a_cluster_says_itself_is_not_said_twice(tmp_path, capsys):

@@ -82,12 +82,21 @@ def test_a_resumed_run_is_measured_anew():
     totals, resumed = Totals(num_stages=2), Totals(num_stages=2)
     for _ in range(4):
         totals.add(report(seconds=9.0))
-    resumed.load(vars(totals))
+    resumed.load(totals.kept())
     for seconds in (5.0, 2.0, 2.0):  # the first step of a process is slow
         resumed.add(report(seconds=seconds))
     told = compare(PLAN, PANEL, resumed, rates=None)
     assert told is not None
     assert told["step_seconds"][1] == 2.0
+
+
+def test_a_slow_step_among_many_does_not_hide_how_long_one_takes():
+    totals = Totals(num_stages=2)
+    for step, seconds in enumerate((9.0, 5.0, *[STEP] * 4)):  # codecs are tried in the second
+        totals.add(report(step, seconds=seconds))
+    told = compare(PLAN, PANEL, totals, rates=None)
+    assert told is not None
+    assert told["step_seconds"] == pytest.approx([STEP, STEP])
 
 
 def test_of_few_steps_nothing_is_said_to_be_off():

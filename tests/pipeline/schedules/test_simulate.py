@@ -11,6 +11,7 @@ from profiles import layer_of, profile_of, value_of
 from programs import on_paper, two_ranks
 
 from penstock import ScheduleError, partition
+from penstock.pipeline.run.timeline import Panel
 from penstock.pipeline.schedules import SCHEDULES, schedule_named
 from penstock.pipeline.schedules.instruction import Op, parse_program, show
 from penstock.pipeline.schedules.replicated import (
@@ -65,7 +66,7 @@ def test_the_spans_say_when_each_instruction_waited_and_ran():
         "0F0@0+0-1", "0F1@1+0-2", "0B0@2+3-7", "0B1@7+1-10",
         "1F0@0+1.5-2.5", "1B0@2.5+0-4.5", "1F1@4.5+0-5.5", "1B1@5.5+0-7.5",
     ]  # fmt: skip
-    assert made.bubble == (1 - 6 / 10, 1 - 6 / 10)
+    assert Panel(title="", spans=made.spans).bubble == [1 - 6 / 10, 1 - 6 / 10]
 
 
 # stage 0   F0 F1 .. I0 W0 F2 I1 W1 I2 W2
@@ -74,7 +75,7 @@ def test_a_gradient_leaves_after_its_first_half():
     lines = "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
     made = on_paper(*lines)
     assert made.seconds == 10.0
-    assert made.bubble == pytest.approx((0.1, 0.1))
+    assert Panel(title="", spans=made.spans).bubble == pytest.approx([0.1, 0.1])
     assert live_micro_batches(list(map(parse_program, lines))) == (2, 2)  # what W needs stays until W
 
 

@@ -259,5 +259,11 @@ def test_the_picture_has_each_stage_its_seconds_and_what_replicas_make_of_them(t
     assert [bar.get_height() for bar in rectangles] == pytest.approx([12.3 / 2, 12.3, 150, 300])
     assert [bar.get_y() for bar in rectangles] == pytest.approx([0, 0, 12.3 / 2, 12.3])  # backward on forward
     assert {text.get_text() for text in bars.texts} == {"156 ms (312 ms by 2)", "312 ms"}
+    mib = 2**20
+    counted = [dataclasses.replace(one, weight_bytes=mib, frame_bytes=mib // 2) for one in stages]
+    held = figure(counted, title="a plan").axes[2]
+    rectangles = [bar for bar in held.patches if isinstance(bar, Rectangle)]
+    assert [bar.get_height() for bar in rectangles] == [1, 1, 2, 2, 0.5, 0.5]  # weights, saved, frames
+    assert [text.get_text() for text in held.texts] == ["3.5 MiB", "3.5 MiB"]
     PLAN.draw(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -17,6 +17,7 @@ from zoo import ZOO, build
 import penstock
 from penstock import trace
 from penstock.compression.codec_cost import candidates
+from penstock.compression.errors import PlanError
 from penstock.stages.profiling import measure as module
 from penstock.stages.profiling.measure import parts_with_random_values
 from penstock.stages.profiling.network_profile import KINDS, Profile
@@ -41,7 +42,7 @@ def test_a_backward_is_timed_as_it_adds_to_gradients_that_are_there():
     bias, sums = list(graph.model_copy.parameters())[-1], []
     bias.register_post_accumulate_grad_hook(lambda p: sums.append(p.grad.sum().item()))
     penstock.measure(graph, (torch.randn(4, 8),), repeats=2)
-    assert sums == [8.0, 16.0, 24.0]  # a gradient of ones for each of 4 x 2 outputs, run upon run
+    assert sums == [8.0, 16.0, 24.0, 32.0, 40.0]  # a gradient of ones for each of 4 x 2 outputs, run upon run
     assert all(parameter.grad is None for parameter in graph.model_copy.parameters())
 
 
@@ -174,6 +175,31 @@ def test_a_profile_keeps_them_and_an_older_one_still_loads(profile, tmp_path):
     assert penstock.partition(old, stages=2).stages == penstock.partition(profile, stages=2).stages
 
 
+@pytest.mark.parametrize(
+    ("key", "number", "message"),
+    [
+        ("layers", {"saved_bytes": -1}, r"layers\[0\].saved_bytes is a number from 0 on, found -1"),
+        ("layers", {"forward_seconds": -0.5}, "forward_seconds is a number from 0 on, found -0.5"),
+        ("values", {"num_bytes": 10**30}, "num_bytes is a number from 0 on"),
+        ("values", {"producer": -2}, "producer is a number from -1 on, found -2"),
+        ("values", {"costs": {"raw": [1.0, -1.0, 0.0]}}, r"costs\[raw\]\[1\] is a number from 0 on"),
+        ("values", {"gradient_costs": {"raw": [1.0, 1.0]}}, r"costs\[raw\] is bytes and two times"),
+        ("num_samples", 0, "profile.num_samples is a number from 1 on, found 0"),
+    ],
+)
+def test_numbers_that_nobody_measures_are_refused(key, number, message, profile, tmp_path):
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    data = json.loads(path.read_text())
+    if key in ("layers", "values"):
+        data[key][0] |= number
+    else:
+        data[key] = number
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=message):
+        Profile.load(path)
+
+
 def both(name):
     model, batches = build(name)
     example = (batches[0][0][:4].clone(),)
@@ -218,6 +244,12 @@ def test_every_codec_is_tried_on_what_passes_a_cut_and_on_its_gradient(tmp_path)
     assert twice.costs["raw"][0] == 2 * found.values[0].costs["raw"][0]
 
 
+def test_seconds_of_layers_add_up_to_those_of_a_run_in_which_some_layer_is_slow():
+    slow, fast = (9.0, 1.0), (1.0, 1.0)
+    assert module._typical([[fast, slow], [slow, fast], [fast, fast]]) == [[3.0, 3.0], [3.0, 3.0]]
+    assert module._typical([[(0.0, 0.0)]]) == [[0.0, 0.0]]
+
+
 def test_one_layer_at_a_time_has_values(monkeypatch):
     alive, most = [], []
 
@@ -251,17 +283,20 @@ def test_an_example_without_values_is_as_good_but_for_its_integers():
     assert penstock.partition(found, stages=2).num_stages == 2
 
 
-def test_seconds_come_from_the_marks_of_the_device_which_is_waited_for_once_a_run(monkeypatch):
+def test_seconds_are_those_of_layers_together_by_the_marks_of_the_device(monkeypatch):
     device = Noting(is_gpu=True)
     monkeypatch.setattr(module, "device_of", lambda found: device)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
     graph = trace(model, (x,))
     profile = module.measure(graph, (x,), repeats=1)
-    assert device.asked == ["now"] * 24 + ["synchronize"] + ["seconds"] * 6
-    # Of the second run, whose marks are 2 ** 12 and on: forward between 0 and 1, backward between 2 and 3.
-    begun = [2.0 ** (12 + 4 * i) for i in range(3)]
-    assert [layer.forward_seconds for layer in profile.layers] == begun
-    assert [layer.backward_seconds for layer in profile.layers] == [4 * mark for mark in begun]
+    marks = ["now"] * 24 + ["synchronize"] + ["seconds"] * 6
+    assert device.asked == marks + ["now"] * 6 + ["synchronize"] + ["seconds"] * 4
+    # Apart, the second run has marks from 2 ** 12 on, of each layer's backward the last two of four.
+    # Together, marks are 2 ** 24 and on: forwards between the first four, the backward between the last two.
+    assert [layer.forward_seconds for layer in profile.layers] == [2.0**24, 2.0**25, 2.0**26]
+    apart = [2.0 ** (14 + 4 * i) for i in range(3)]
+    backwards = [2.0**28 * backward / sum(apart) for backward in apart]
+    assert [layer.backward_seconds for layer in profile.layers] == pytest.approx(backwards)
 
 
 def test_zeros_are_counted_without_a_wait_until_they_are_asked_for():
