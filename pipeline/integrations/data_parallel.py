@@ -1,6 +1,6 @@
 """Gradients of DistributedDataParallel, and shards of FSDP2, as frames; sums in the order of ranks.
 
-    ddp.register_comm_hook(None, penstock.ddp_hook())
+    ddp.register_comm_hook(ddp.process_group, penstock.ddp_hook())
 
 Each rank adds the gradients of its part of a bucket, those of rank 0 first, and sends the sum to all. An
 element is added in the same order whatever the buckets are, so that its bits do not depend on their size.
@@ -22,67 +22,64 @@ from .exchange import Packing, Transfers, expect, send, slices_of
 
 
 class _Packed:
-    """A packing for one group, which all of its ranks join at the first exchange; ``transfers`` counts."""
+    """A packing for each group, which all of its ranks join at the first exchange; ``transfers`` counts."""
 
     def __init__(self, codec: str = "auto", *, deadline: float = 60.0) -> None:
         self._codec, self._deadline, self.transfers = codec, deadline, Transfers()
-        self._packing: Packing | None = None
+        self._packings: dict[dist.ProcessGroup | None, Packing] = {}
 
     def _packing_of(self, group: dist.ProcessGroup | None) -> Packing:
-        if self._packing is None:
-            self._packing = Packing(self._codec, group, deadline=self._deadline)
-            self.transfers = self._packing.transfers
-        return self._packing
+        if group not in self._packings:
+            self._packings[group] = Packing(self._codec, group, deadline=self._deadline)
+            self._packings[group].transfers = self.transfers
+        return self._packings[group]
 
 
 class DdpHook(_Packed):
-    """A hook for ``ddp.register_comm_hook(None, hook)`` that sends gradients as frames, over gloo.
+    """A hook for ``ddp.register_comm_hook(ddp.process_group, hook)`` that sends gradients as frames.
+
+    The group is one of gloo; None instead of it is the default group.
 
     Args:
         codec: a lossless codec, or ``auto``: for each bucket the fastest over the measured link.
-        group: the process group of the DistributedDataParallel; None: the default one.
         deadline: seconds to wait for the other ranks at the first bucket.
 
     ``hook.transfers`` counts bytes.
     """
 
-    def __init__(
-        self, codec: str = "auto", *, group: dist.ProcessGroup | None = None, deadline: float = 60.0
-    ) -> None:
+    def __init__(self, codec: str = "auto", *, deadline: float = 60.0) -> None:
         super().__init__(codec, deadline=deadline)
-        self._group = group
         self.__name__ = self.__qualname__ = "ddp_hook"  # DistributedDataParallel reads both
         self._thread = ThreadPoolExecutor(1, "penstock-ddp")  # buckets in their order, beside the backward
 
-    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Return the mean of a bucket over the ranks, as a future."""
+    def __call__(self, state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Return the mean of a bucket over the ranks of the group ``state``, as a future."""
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         buffer, index = bucket.buffer(), bucket.index()
 
         def run() -> None:
             try:
-                done.set_result(self._mean(buffer, index))
+                done.set_result(self._mean(buffer, index, state))
             except Exception as error:  # the backward raises it
                 done.set_exception(error)  # pyright: ignore[reportArgumentType]
 
         self._thread.submit(run)
-        return done
+        return done.then(torch.futures.Future.value)  # torch shows the error of a callback as it is
 
     @torch.no_grad()
-    def _mean(self, buffer: Tensor, index: int) -> Tensor:
+    def _mean(self, buffer: Tensor, index: int, group: dist.ProcessGroup | None) -> Tensor:
         if buffer.layout is not torch.strided:
             raise StageError(
                 "ddp_hook packs dense gradients, found sparse ones, as of nn.Embedding(sparse=True); take "
                 "sparse=False, or leave out the hook"
             )
-        group, packing = self._group, self._packing_of(self._group)
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        slices = slices_of(buffer.tensor_split(size))  # each has a part of every rank's piece
+        packing, rank, size = self._packing_of(group), dist.get_rank(group), dist.get_world_size(group)
+        slices = slices_of(buffer.div_(size).tensor_split(size))  # each has a part of every rank's piece
         sums = [expect(packing, [pieces[rank]] * size, group) for pieces in slices]
         means = [expect(packing, pieces, group) for pieces in slices]
         sent = [send(packing, pieces, group, flow=("gradients", index)) for pieces in slices]
         for pieces, came in zip(slices, sums, strict=True):
-            pieces[rank].copy_(_sum(came(pieces[rank])).div_(size))
+            pieces[rank].copy_(_sum(came(pieces[rank])))
             sent.append(send(packing, [pieces[rank]] * size, group, flow=("means", index)))
         for pieces, came in zip(slices, means, strict=True):
             for piece, mean in zip(pieces, came(pieces[rank]), strict=True):

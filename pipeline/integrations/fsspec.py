@@ -7,8 +7,6 @@ file. Processes that read one file share its blocks. Its name has what the file 
 and time, or an ETag), so that one that changed is read anew."""
 # ruff: noqa: D102 (methods are those of AbstractFileSystem)
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading
@@ -24,30 +22,10 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from ...compression.errors import ConfigError
-from ..data.cached import CacheReader, cache_reader
+from ..data.cached import CacheReader, FileSamples, cache_reader
 
 MOST_FILES = 256  # whose connections to the broker stay, and so their blocks
 IN_MEMORY = 4  # blocks that a file keeps while it is open
-
-
-class _Blocks:
-    """Blocks of a file as it is now, which are read as samples are."""
-
-    def __init__(self, fs: Any, path: str, block_size: int) -> None:
-        self._fs, self._path, self._block_size = fs, path, block_size
-
-    def load(self, index: int) -> tuple[bytes, None]:
-        """Read a block."""
-        start = index * self._block_size
-        return self._fs.cat_file(self._path, start=start, end=start + self._block_size), None
-
-    def stamp(self, index: int) -> bytes:
-        """Return nothing: what is known of the file is in the name of the data."""
-        return b""
-
-    def decode(self, index: int, data: bytes) -> bytes:
-        """Return the bytes."""
-        return data
 
 
 def _name_of(fs: Any) -> str:
@@ -129,7 +107,11 @@ class PenstockFileSystem(ChainedFileSystem):
     def _reader_of(self, name: str, path: str, num_blocks: int) -> tuple[CacheReader, threading.Lock]:
         """Return the reader of a file, and the lock of all that have it open; of too many, one is closed."""
         if name not in self._readers:
-            blocks: Any = _Blocks(self.fs, path, self.block_size)
+            fs, size = self.fs, self.block_size
+            blocks = FileSamples(  # all that is known of the file is in the name of the data
+                read=lambda index: fs.cat_file(path, start=index * size, end=(index + 1) * size),
+                decode=lambda index, data: data, path=None, reader="",
+            )  # fmt: skip
             reader = cache_reader(
                 blocks, job=f"fsspec {os.getpid()}", num_samples=num_blocks, batch_size=1, epochs=None,
                 data=name, socket=self.socket,

@@ -1,7 +1,5 @@
 """A strategy of Lightning whose module is cut into stages: ``Trainer(strategy="penstock")``."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os
@@ -11,7 +9,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,11 +18,11 @@ from torch.optim import Optimizer
 
 from ...compression.buffers import new_bytes
 from ...compression.codec import decode, encode
-from ...compression.errors import ConfigError
+from ...compression.errors import ConfigError, PlanError
 from ...compression.names import HOST
 from ...stages.device import device_named, is_gpu
 from ...stages.plan.validation import streams
-from ...stages.torch_private import tree_map
+from ...stages.torch_private import BatchNorm, tree_map
 from ..distributed.launcher import init, local_rank
 from ..distributed.process_group import World
 from ..optimizer.optimizers import Named, settings_of
@@ -155,6 +153,8 @@ class PenstockStrategy(SingleDeviceStrategy):
     def _check(self, trainer: Any, module: LightningModule) -> None:
         overridden = [name for name in UNUSED if is_overridden(name, module)]
         averages = any(isinstance(one, WeightAveraging) for one in trainer.callbacks)
+        smooths = any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks)
+        devices = getattr(trainer._accelerator_connector, "_devices_flag", 1)
         rules = {
             f"gradient_clip_val={trainer.gradient_clip_val}": (
                 not trainer.gradient_clip_val, "give clip= of the strategy, the norm of all gradients"
@@ -173,6 +173,13 @@ class PenstockStrategy(SingleDeviceStrategy):
             ),
             "WeightAveraging on several ranks": (
                 self.world.is_alone or not averages, "leave it out, or train in one process"
+            ),
+            "StochasticWeightAveraging of a model with batch norms": (
+                not (smooths and any(isinstance(one, BatchNorm) for one in module.modules())), "leave it out"
+            ),
+            f"devices={devices}": (
+                not isinstance(devices, int) or devices in (-1, 1, self.world.size),
+                "start a rank for each by torchrun",
             ),
         }  # fmt: skip
         for found, (is_fine, remedy) in rules.items():
@@ -194,6 +201,17 @@ class PenstockStrategy(SingleDeviceStrategy):
                 f'strategy="penstock" updates after every batch, found accumulate_grad_batches={number}; '
                 "give micro_batches= of the strategy"
             )
+        try:
+            return self._train(inputs, targets)
+        except PlanError as error:
+            if "_trainer" not in str(error):
+                raise
+            raise ConfigError(
+                'strategy="penstock" records forward once, found one that reads its trainer, as self.log and '
+                "self.current_epoch do; do that in a hook, such as on_train_batch_end"
+            ) from error
+
+    def _train(self, inputs: Any, targets: Any) -> Tensor:
         if self.pipe is None:
             self.pipe = self._cut(inputs)
         groups = self.optimizers[0].param_groups  # which schedulers of Lightning move
@@ -275,8 +293,8 @@ class PenstockStrategy(SingleDeviceStrategy):
             return
         module: Any = self._module
         module.forward = self._outputs
-        for name, child in module.named_children() if not self.world.is_alone else ():
-            if next(child.parameters(), None) is not None:
+        for name, child in module.named_modules() if not self.world.is_alone else ():
+            if child is not module and next(child.parameters(recurse=False), None) is not None:
                 self._hooks.append(child.register_forward_pre_hook(_refusing(name)))
 
     def _restore_forward(self) -> None:

@@ -10,8 +10,6 @@ room for the longest one. Where a stage's output is that of a ReLU, its gradient
 was not zero: the frame of the output, which both sides keep until then, has the places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -116,11 +114,10 @@ class _PackedStage:
         places = [(i, len(goals[i])) for i in range(len(outputs)) for goal in goals[i] if goal is not None]
         operations = self._plain["get_fwd_send_ops"](chunk)
         for (place, num_goals), operation in zip(places, operations, strict=True):
-            gated = num_goals == 1 and _is_gated(outputs[place])
+            gated = self.stage.has_backward and num_goals == 1 and _is_gated(outputs[place])
             tensor = operation.tensor.detach().requires_grad_(gated)
             frame = self._pack(operation, tensor, (self.stage.stage_index, "value", place))
-            if gated:
-                self._masks["sent", chunk, place] = frame
+            self._keep(frame if gated else None, "sent", chunk, place)
         return operations
 
     def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
@@ -144,8 +141,7 @@ class _PackedStage:
         for place, info in enumerate(self.stage.args_recv_info[chunk]):
             if (room := self._rooms.pop(id(info), None)) is not None:
                 frame, gated = self._unpack(room, info.buffer, f"input {place} of micro-batch {chunk}")
-                if gated:
-                    self._masks["came", chunk, place] = frame
+                self._keep(frame if gated else None, "came", chunk, place)
         return self._plain["_retrieve_recv_activations"](chunk)
 
     def retrieve_recv_grads(self, chunk: int) -> Any:
@@ -154,6 +150,12 @@ class _PackedStage:
             if (room := self._rooms.pop(id(info), None)) is not None:
                 self._unpack(room, info.buffer, f"gradient {place} of micro-batch {chunk}", mask)
         return self._plain["_retrieve_recv_grads"](chunk)
+
+    def _keep(self, frame: Tensor | None, *key: Hashable) -> None:
+        """Keep the frame of a ReLU until its gradient is there; None: forget that of an earlier step."""
+        self._masks.pop(key, None)
+        if frame is not None:
+            self._masks[key] = frame
 
     def _pack(self, operation: Any, tensor: Tensor, flow: Hashable, mask: Tensor | None = None) -> Tensor:
         frame = self.packing.pack(tensor, flow, mask=mask)

@@ -4,13 +4,10 @@ Both sides of a race live in the same processes and take turns, over loopback an
 their parameters are compared bit for bit: on three ranks and more ours add gradients up in another order than
 gloo, so there only the pipeline's are. ``--only`` runs one side, for the peak of its memory."""
 
-from __future__ import annotations
-
 import functools
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from itertools import cycle
+from collections.abc import Callable, Mapping
+from itertools import cycle, starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import harness
 import shaped_links
 import torch
 import torch.distributed as dist
-from harness import Job, Options, Results, alternate, ratio_of_pairs, spread
+from harness import Job, Options, Results, alternate, ratio_of_pairs, spread, together
 from shaped_links import LOOPBACK, parse_link
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -184,10 +181,10 @@ def rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
         make, settings = HOSTS[host]
         asked_for = [asked.only] if asked.only else SIDES
         sides = {side: make(job, plan, packed=side == "packed", **settings) for side in asked_for}
-        turns = {
-            side: functools.partial(_turn, step, cycle(job.batches()), asked.steps)
-            for side, (step, *_) in sides.items()
-        }
+        turns = {}
+        for side, (step, *_) in sides.items():
+            steps = starmap(step, cycle(job.batches()))
+            turns[side] = functools.partial(together, functools.partial(next, steps), asked.steps)
         alternate(turns, 1)  # which is not timed
         runs = alternate(turns, asked.repeats)
         trained = zip(*(map(_local, module.parameters()) for _, module, _ in sides.values()), strict=True)
@@ -198,16 +195,6 @@ def rank(folder: RunFolder, asked: Options) -> dict[str, Any]:
         same, raw, sent, peaks = zip(*world.all_gather_json(here), strict=True)
         found[host] = {"runs": runs, "same": all(same), "raw": sum(raw), "sent": sum(sent), "peaks": peaks}
     return found
-
-
-def _turn(step: Callable[[Any, Any], object], batches: Iterator[Any], steps: int) -> float:
-    """Take steps together with the other ranks; return the seconds of one."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step(*next(batches))
-    dist.barrier()
-    return (time.perf_counter() - start) / steps
 
 
 def _local(tensor: Any) -> torch.Tensor:

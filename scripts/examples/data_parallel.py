@@ -24,7 +24,7 @@ def main(host: str = "ddp") -> None:
     if host == "ddp":
         packed = [penstock.ddp_hook("exponent")]  # "auto" sends them as they are where the link is fast
         model = DistributedDataParallel(model)
-        model.register_comm_hook(None, packed[0])
+        model.register_comm_hook(model.process_group, packed[0])
     else:
         packed = [penstock.FsdpAllGather("exponent"), penstock.FsdpReduceScatter("exponent")]
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

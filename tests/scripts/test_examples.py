@@ -72,7 +72,7 @@ def test_gradients_of_torchs_own_data_parallel_travel_packed(host, tmp_path):
 
 
 def test_examples_of_integrations_are_short():
-    for name in ("pack_transfers", "data_parallel", "trainer", "lightning_strategy", "mosaicml_next_use"):
+    for name in ("data_parallel", "trainer", "lightning_strategy", "mosaicml_next_use", "torch_pipelines"):
         lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
         assert sum(bool(line.strip()) for line in lines) <= 40, name
 

@@ -42,7 +42,7 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def in_order(steps, dtype, width=37, make=momentum):
+def in_order(steps, dtype, width=37, make=momentum, *, divides_first=False):
     """Parameters after steps whose gradients are the mean over the ranks, added in their order."""
     replica, size = model(dtype, width), dist.get_world_size()
     optimizer = make(replica.parameters())
@@ -52,12 +52,13 @@ def in_order(steps, dtype, width=37, make=momentum):
             x, y = batch(step, rank, dtype, width)
             optimizer.zero_grad()
             nn.functional.cross_entropy(replica(x), y).backward()
-            of_ranks.append([torch.clone(p.grad) for p in replica.parameters() if p.grad is not None])
+            parts = size if divides_first else 1
+            of_ranks.append([p.grad / parts for p in replica.parameters() if p.grad is not None])
         for parameter, gradients in zip(replica.parameters(), zip(*of_ranks, strict=True), strict=True):
             total = gradients[0].clone()
             for gradient in gradients[1:]:
                 total += gradient
-            parameter.grad = total / size
+            parameter.grad = total if divides_first else total / size
         optimizer.step()
     return list(replica.parameters())
 
@@ -65,7 +66,7 @@ def in_order(steps, dtype, width=37, make=momentum):
 def with_ddp(codec, bucket_mb, slice_bytes, dtype):
     hook = penstock.ddp_hook(codec)
     replica = DistributedDataParallel(model(dtype), bucket_cap_mb=bucket_mb)
-    replica.register_comm_hook(None, hook)
+    replica.register_comm_hook(replica.process_group, hook)
     optimizer = momentum(replica.parameters())
     with sliced(slice_bytes):
         for step in range(3):
@@ -73,7 +74,7 @@ def with_ddp(codec, bucket_mb, slice_bytes, dtype):
             optimizer.zero_grad()
             nn.functional.cross_entropy(replica(x), y).backward()
             optimizer.step()
-    expected = in_order(3, dtype)
+    expected = in_order(3, dtype, divides_first=True)
     assert all(map(same_bits, replica.parameters(), expected))
     return hook.transfers.bytes_raw, hook.transfers.bytes_sent
 
@@ -94,6 +95,30 @@ def test_gradients_are_added_in_the_order_of_ranks_whatever_the_buckets(
     for raw, sent in ranks.run(with_ddp, codec, bucket_mb, slice_bytes, dtype, ranks=size):
         assert raw > 0
         assert codec == "auto" or slice_bytes == TINY or sent < 0.9 * raw  # a frame has a header
+
+
+def in_groups_of_half():
+    """Gradients of two models with and without the hook: in a group of this rank, and of float16 on all."""
+    alone, found = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()], []
+    hook = penstock.ddp_hook("raw")
+    large = torch.tensor([[40000.0, 3e-7, 1.8e-7], [40000.0, 1.2e-7, 6e-8]])[dist.get_rank()]
+    for group, values in ((alone, torch.ones(3) + dist.get_rank()), (None, large.half())):
+        for packed in (False, True):
+            layer = nn.Linear(1, 3, bias=False, dtype=values.dtype)
+            replica = DistributedDataParallel(layer, process_group=group)
+            if packed:
+                replica.register_comm_hook(replica.process_group, hook)
+            (replica(torch.ones(1, 1, dtype=values.dtype)) * values).sum().backward()
+            assert layer.weight.grad is not None
+            found.append(layer.weight.grad.flatten().tolist())
+    return found
+
+
+@pytest.mark.ranks
+def test_the_mean_is_that_of_the_group_and_divides_before_it_adds(ranks):
+    for rank, (plain, packed, half, packed_half) in enumerate(ranks.run(in_groups_of_half, ranks=2)):
+        assert packed == plain == [1.0 + rank] * 3
+        assert packed_half == half
 
 
 def lossy():

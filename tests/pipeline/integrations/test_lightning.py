@@ -137,6 +137,14 @@ class Hooked(Net):
         raise AssertionError("there is no backward")
 
 
+class Logs(Net):
+    def forward(self, x):
+        return super().forward(x) * (1 + self.current_epoch)
+
+
+SWA = lightning.callbacks.StochasticWeightAveraging
+
+
 class Dicts(Net):
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return {"inputs": batch[0], "targets": batch[1]} if self.trainer.training else batch
@@ -161,6 +169,9 @@ class Thaws(lightning.callbacks.Callback):
         (WithoutOptimizer, {}, "returns an optimizer of the module's parameters, found none; return one"),
         (Hooked, {}, "found on_after_backward of the module; leave it out"),
         (Dicts, {}, "is a pair of inputs and targets, found a dict"),
+        (Net, {"devices": 2}, "found devices=2; start a rank for each by torchrun"),
+        (Logs, {}, "found one that reads its trainer, as self.log and self.current_epoch do"),
+        (Net, {"callbacks": [SWA(0.1)]}, "StochasticWeightAveraging of a model with batch norms; leave"),
         (WithoutLoss, {}, r"found no loss\(outputs, targets\) of the module; add that method"),
     ],
 )
@@ -189,10 +200,12 @@ def test_an_error_of_the_module_ends_the_fit_by_its_name(tmp_path):
 
 
 class Looks(Net):
-    """Calls a layer by itself in a test, which another rank has trained."""
+    """Calls a layer of a layer by itself in a test, which another rank has trained."""
 
     def validation_step(self, batch):
-        self.head(self.body(batch[0]))
+        x = batch[0]
+        for layer in self.body:
+            x = layer(x)
 
 
 SCRIPT = """
@@ -222,5 +235,5 @@ def test_ranks_of_torchrun_have_the_weights_of_one_process(tmp_path):
         assert found == tested
         assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert len(list((tmp_path / "ranks").rglob("*.ckpt"))) == 1
-    with pytest.raises(AssertionError, match=r"called body of the module by itself.*call self\(inputs\)"):
+    with pytest.raises(AssertionError, match=r"called body.0 of the module by itself.*call self\(inputs\)"):
         run_script(*ON_RANKS, "script.py", "looks", "looks", cwd=tmp_path)

@@ -162,6 +162,44 @@ def test_every_schedule_of_torch_has_its_own_bits(ranks, size, model, name):
         assert sent < raw or (size, model) != (2, "conv")  # tensors of the others are smaller than headers
 
 
+class EndsInRelu(nn.Module):
+    """Ends in a ReLU in eval mode only."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 512)
+
+    def forward(self, x):
+        found = self.linear(x).relu()
+        return found.sub(0.5) if self.training else found
+
+
+def after_a_test(packed):
+    """Gradients of a step that comes after the outputs of a test."""
+    torch.manual_seed(0)
+    rank, first = dist.get_rank(), dist.get_rank() == 0
+    module = EndsInRelu() if first else nn.Linear(512, 5)
+    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.cross_entropy)
+    if packed:
+        penstock.pack_transfers(schedule, "zero_value")
+    for run, training in ((schedule.eval, False), (schedule.step, True)):
+        module.train(training)
+        x, y = torch.randn(64, 8), torch.randint(5, (64,))
+        run(*([x] if first else []), **({} if first else {"target": y, "losses": []}))
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def compare_after_a_test():
+    plain, packed = after_a_test(packed=False), after_a_test(packed=True)
+    return len(plain), all(map(same_bits, plain, packed))
+
+
+@pytest.mark.ranks
+def test_a_test_leaves_no_places_of_zeros_to_the_next_step(ranks):
+    assert ranks.run(compare_after_a_test, ranks=2) == [(2, True), (2, True)]
+
+
 def masked_bytes():
     """Bytes sent up by rank 1 with and without the places of the ReLU."""
     _, with_mask = gradients("gpipe", "zero_value")
@@ -248,5 +286,5 @@ def test_a_tensor_of_another_shape_is_refused_by_stage_and_micro_batch(ranks):
 
 @pytest.mark.slow
 def test_the_example_runs_under_torchrun():
-    shown = run_script(*ON_RANKS, "scripts/examples/pack_transfers.py", cwd=ROOT)
+    shown = run_script(*ON_RANKS, "scripts/examples/torch_pipelines.py", cwd=ROOT)
     assert shown.count("all gradients have the same bits") == 2
