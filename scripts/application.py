@@ -3,8 +3,6 @@
 ``hydra.main`` would make the run folder before anything is checked, and print what is wrong in several lines.
 So its parts are called here: composition, then our checks, then a job or a sweep."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy
@@ -35,7 +33,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from ..compression.errors import ConfigError, PenstockError
 from ..conf.schema import AGAIN
-from ..pipeline.run import console, sweep
+from ..pipeline.run import console, early, sweep
 from ..pipeline.run.run_folder import RunFolder
 from . import stopping
 from .command import REFUSED, unloadable
@@ -45,16 +43,14 @@ UNKNOWN = (ConfigAttributeError, ConfigKeyError)
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 Task = Callable[[Any, RunFolder, Sequence[str]], int | None]
-Check = Callable[[Any, Sequence[str]], object]
 
 
-def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], early: Check) -> int:
+def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str]) -> int:
     """Compose the options of command ``name`` and call ``task(options, run folder, options as typed)``.
 
-    Args:
-        arguments: ``KEY=VALUE``, and Hydra's own flags.
-        early: Called with the options and as they were typed, to refuse what needs neither a model nor torch;
-            with --multirun for every run before the first begins.
+    What needs neither a model nor torch is refused first, with --multirun of every run before one begins.
+
+    Args: arguments: ``KEY=VALUE``, and Hydra's own flags.
 
     Returns:
         The exit code, 0 unless the task returns another. With --multirun a run that fails stops no other.
@@ -73,7 +69,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
     def call_one_of_several(config: DictConfig) -> None:
         try:
             options, job = checked(config, schema), HydraConfig.get()
-            early(options, list(job.overrides.task))
+            early.check(options, list(job.overrides.task))
             with _claim(job.runtime.output_dir, options):
                 call(options)
             swept[Path(job.runtime.output_dir)] = list(job.overrides.task)
@@ -88,7 +84,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
         runs = [(_compose(hydra, typed, schema, given), given) for given in _runs(typed)]
         checks = [(checked(config, schema), given) for config, given in runs]
         for options, given in checks:
-            early(options, given)
+            early.check(options, given)
         # 2. a sweep: Hydra composes each run anew, and calls it
         config, options = runs[0][0], checks[0][0]
         if typed.multirun:
@@ -108,9 +104,7 @@ def run(name: str, schema: type[Any], task: Task, *, arguments: Sequence[str], e
     return max(codes)
 
 
-def options(
-    name: str, schema: type[Any], *, arguments: Sequence[str], early: Check
-) -> tuple[Any, RunFolder] | None:
+def options(name: str, schema: type[Any], *, arguments: Sequence[str]) -> tuple[Any, RunFolder] | None:
     """Return the options of command ``name``, and the run folder, which another process claims, as this one
     would name it; None where a flag asks for no run."""
     typed = parse(name, arguments, schema)
@@ -119,7 +113,7 @@ def options(
     with _hydra(name, typed, schema) as hydra:
         config = _compose(hydra, typed, schema, typed.overrides)
         composed = checked(config, schema)
-    early(composed, typed.overrides)
+    early.check(composed, typed.overrides)
     return composed, RunFolder(path=Path(config.hydra.run.dir))
 
 

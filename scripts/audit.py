@@ -1,12 +1,9 @@
 """``penstock audit``: steps of a run once more, drawn at random, to find a machine that computes wrongly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 from ..compression.errors import ConfigError
-from .command_line import asks_for_help
 from .replay import run_and_options
 
 HELP = """\
@@ -33,9 +30,6 @@ PARTS = "a second replay has other bits: this machine does not repeat itself"
 
 def main(arguments: Sequence[str]) -> int:
     """Audit the run that ``arguments`` name; return the exit code."""
-    if asks_for_help(arguments):
-        print(HELP)
-        return 0
     run, options = run_and_options(arguments, "penstock audit RUN")
     numbers: dict[str, Any] = {"steps": 20, "seed": 0, "step": None, "oldest": 0}
     for key, value in options.items():

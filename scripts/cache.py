@@ -14,7 +14,7 @@ from ..compression.errors import ConfigError
 from ..pipeline.data.cache.wire import PAGE_BYTES, default_socket
 from ..stages.files import reason
 from ..stages.units import is_zero, parse_bytes, parse_duration, show_bytes
-from .command_line import asks_for_help, nearest
+from .command_line import nearest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,9 +43,6 @@ _WAIT_SECONDS = 5.0
 
 def main(arguments: Sequence[str]) -> int:
     """Serve, or show, as ``arguments`` say; return the exit code."""
-    if asks_for_help(arguments) or asks_for_help(arguments[1:]):
-        print(HELP)
-        return 0
     if not arguments or arguments[0] not in COMMANDS:
         found = arguments[0] if arguments else "none"
         raise ConfigError(f"penstock cache takes {' or '.join(COMMANDS)}, found {found}")

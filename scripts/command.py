@@ -2,13 +2,10 @@
 
 Nothing heavy is imported before a sub-command is chosen, so that help appears at once."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal
 import sys
-from typing import Any
 
 from .. import __version__
 from ..compression.errors import PenstockError
@@ -41,11 +38,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def run(arguments: list[str], **how: Any) -> int:
-    """Run ``arguments`` as typed; return 0, 2 when something is refused, 128 + its number for a signal.
-
-    Args: how: what a program hands to the sub-command besides; nobody can type it.
-    """
+def run(arguments: list[str]) -> int:
+    """Run ``arguments`` as typed; return 0, 2 when something is refused, 128 + its number for a signal."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if arguments else REFUSED
@@ -59,7 +53,14 @@ def run(arguments: list[str], **how: Any) -> int:
         launched = Launched.of_environment()
         if launched and launched.rank and name != "train":
             return 0  # one process is enough, and rank 0 is one
-        return importlib.import_module(f".{name}", __package__).main(rest, **how)
+        from .command_line import asks_for_help, help_text
+
+        command = importlib.import_module(f".{name}", __package__)
+        if asks_for_help(rest) or (name == "cache" and asks_for_help(rest[1:])):
+            if not (launched and launched.rank):
+                print(command.HELP if hasattr(command, "HELP") else help_text(name, command.SCHEMA))
+            return 0
+        return command.main(rest)
     except (PenstockError, ImportError) as error:
         refusal = unloadable(error) if isinstance(error, ImportError) else error
         print(f"penstock: {' '.join(str(refusal).split())}", file=sys.stderr)

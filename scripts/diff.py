@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..compression.errors import ConfigError
 from ..stages.files import refusing
-from .command_line import asks_for_help, find_own_modules
+from .command_line import find_own_modules
 
 if TYPE_CHECKING:
     from ..pipeline.run.digests import Difference
@@ -28,9 +28,6 @@ code is 0 where all steps that both have are the same, else 1."""
 
 def main(arguments: Sequence[str]) -> int:
     """Compare the two runs that ``arguments`` name; return the exit code."""
-    if asks_for_help(arguments):
-        print(HELP)
-        return 0
     again = "replay=true" in arguments
     arguments = [word for word in arguments if word != "replay=true"]
     for word in arguments:

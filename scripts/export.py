@@ -1,13 +1,10 @@
 """``penstock export``: the plain model's weights out of a checkpoint, whether or not its run ever ended."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..compression.errors import ConfigError
 from ..pipeline.run import console
-from .command_line import asks_for_help
 
 OUTPUT = "output="
 HELP = """\
@@ -22,9 +19,6 @@ than one tensor is in memory at a time."""
 
 def main(arguments: Sequence[str]) -> int:
     """Export as ``arguments`` say; return the exit code."""
-    if asks_for_help(arguments):
-        print(HELP)
-        return 0
     outputs = [word.removeprefix(OUTPUT) for word in arguments if word.startswith(OUTPUT)]
     sources = [word for word in arguments if not word.startswith(OUTPUT)]
     usual = "write penstock export RUN output=FILE"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..compression.errors import ConfigError, StageError
-from .command_line import asks_for_help, find_own_modules
+from .command_line import find_own_modules
 
 if TYPE_CHECKING:
     from ..pipeline.run.replay import RepeatedStep
@@ -35,9 +35,6 @@ It is compared with the digests of each step on record (digest.every=), else wit
 
 def main(arguments: Sequence[str]) -> int:
     """Repeat the step that ``arguments`` name; return the exit code."""
-    if asks_for_help(arguments):
-        print(HELP)
-        return 0
     run, options = run_and_options(arguments, "penstock replay RUN step=N")
     step, name, stop = (options.pop(key, None) for key in ("step", "show", "break"))
     if step is None or not (step.isdecimal() or step == NOT_FINITE):

@@ -4,55 +4,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..compression.errors import ConfigError, PenstockError
 from ..conf.schema import TrainConfig
 from ..pipeline.distributed.launcher import Launched, local_rank
 from .command import REFUSED
-from .command_line import asks_for_help, help_text
 
 if TYPE_CHECKING:
     from ..pipeline.run.run_folder import RunFolder
 
+SCHEMA = TrainConfig
 OWN_RENDEZVOUS = ("nodes", "node", "master", "join_deadline")
 """Options of former versions, in the place of which torchrun starts the ranks of several machines."""
 
 _MOMENT = 2.0  # seconds in which a machine's first rank tells a refusal: torchrun ends it when another ends
 
 
-def main(arguments: Sequence[str], **how: Any) -> int:
-    """Train as ``arguments`` say; return the exit code.
-
-    Args: how: what else ``pipeline.run.train.train`` takes, such as what starts a rank's process.
-    """
+def main(arguments: Sequence[str]) -> int:
+    """Train as ``arguments`` say; return the exit code."""
     launched = Launched.of_environment()
-    if asks_for_help(arguments):
-        if not (launched and launched.rank):
-            print(help_text("train", TrainConfig))
-        return 0
     if launched and launched.rank:
         return _follow(arguments, launched)
     arguments = _checked(arguments, launched)
-    from ..pipeline.run import early
     from .application import run
 
     def task(config: TrainConfig, folder: RunFolder, typed: Sequence[str]) -> int:
         from ..pipeline.run.train import train  # brings torch, which a refusal does not wait for
 
-        return train(config, folder, typed, launched=launched is not None, **how)
+        return train(config, folder, typed, launched=launched is not None)
 
-    return run("train", TrainConfig, task, arguments=arguments, early=early.check)
+    return run("train", SCHEMA, task, arguments=arguments)
 
 
 def _follow(arguments: Sequence[str], launched: Launched) -> int:
     """Train as a rank other than 0; of the ranks of a machine, the first tells why none of them begins."""
-    from ..pipeline.run import early
     from . import application
 
     try:
         arguments = _checked(arguments, launched)
-        options = application.options("train", TrainConfig, arguments=arguments, early=early.check)
+        options = application.options("train", SCHEMA, arguments=arguments)
         if options is None:
             return 0
         from ..pipeline.run.torchrun import follow

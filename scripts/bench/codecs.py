@@ -2,8 +2,6 @@
 
 Whatever is timed has been checked bit for bit."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib
@@ -242,9 +240,8 @@ def applies(codec: str, subject: Subject) -> bool:
     """True if a codec is for tensors of this dtype, and for a mask if there is one."""
     if subject.mask is not None and not has_bitmap(codec):
         return False
-    if codec.endswith("exponent"):
-        return subject.tensor.dtype in (torch.bfloat16, torch.float32)
-    return codec != "narrow" or not subject.tensor.dtype.is_floating_point
+    is_float = subject.tensor.dtype.is_floating_point
+    return is_float if codec.endswith("exponent") else codec != "narrow" or not is_float
 
 
 def peers() -> dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]]:

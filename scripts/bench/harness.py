@@ -3,8 +3,6 @@
 A figure is only compared with its neighbour in the same run: the speed of a machine differs from minute to
 minute. Run a bench as ``python scripts/bench/TOPIC.py --help``."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -18,13 +16,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch.distributed as dist
 from rich.table import Table
 from torch import nn
 
 from penstock.compression.errors import ConfigError, PenstockError, TransportError
 from penstock.conf.schema import TrainConfig
 from penstock.pipeline.distributed.launcher import run_rank, start_ranks
-from penstock.pipeline.run import build, console, early
+from penstock.pipeline.run import build, console
 from penstock.pipeline.run.planning import prepare, training_batches
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.scripts import application
@@ -76,6 +75,16 @@ def timed(
         return (clock() - start) / times
 
     return run
+
+
+def together(step: Callable[[], object], steps: int) -> float:
+    """Take steps together with the other ranks; return the seconds of one."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - start) / steps
 
 
 def medians(runs: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
@@ -161,7 +170,7 @@ def train_config(
         raise ConfigError(f"this bench trains with {key}={fixed[key]}; drop {key}=")
     values = {"scheduler": "none", "epochs": 1_000_000, "deadline": 120, **defaults, **fixed}
     given = [f"{key}={value}" for key, value in values.items() if not keys & {key, f"{key}._target_"}]
-    composed = application.options("train", TrainConfig, arguments=[*given, *typed], early=early.check)
+    composed = application.options("train", TrainConfig, arguments=[*given, *typed])
     assert composed, "there are no flags"
     return composed[0]
 

@@ -6,8 +6,6 @@ a process, which enters its group before anything large is imported. Pages of fi
 other, so a page cache cannot replace the disk. Source: Documentation/admin-guide/cgroup-v1/memory.rst of
 Linux."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -53,6 +51,7 @@ WITHIN, BUDGET = ("auto",), 0.7
 # Options of ``partition`` by contestant.
 CONTESTANTS: dict[str, dict[str, Any]] = {
     KEPT: {},
+    "packed": {"tier": "packed"},
     "disk": {"tier": "disk"},
     "disk_parameters": {"tier": "disk", "parameters_tier": "disk"},
     "auto": {"tier": "auto", "parameters_tier": "auto"},

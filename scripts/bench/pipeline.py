@@ -3,11 +3,8 @@
 Both sides have the same model, cut, micro-batches and optimizer, and only ratios of neighbouring runs count:
 all pipelines live in the same processes, a run of the rival before each of ours."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -15,8 +12,7 @@ from typing import Any
 
 import harness
 import shaped_links
-import torch.distributed as dist
-from harness import Job, Options, Results, alternate, ratio_of_pairs, spread
+from harness import Job, Options, Results, alternate, ratio_of_pairs, spread, together
 from shaped_links import LOOPBACK, Link, parse_link
 from torch_pipeline import TorchPipeline, stages_of
 
@@ -29,10 +25,10 @@ from penstock.pipeline.distributed.transport import measured_rates
 from penstock.pipeline.partition.partition import partition
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.run.losses import cross_entropy as loss
-from penstock.pipeline.run.metrics import DIRECTIONS, Totals, ratio
+from penstock.pipeline.run.metrics import Totals, ratio
 from penstock.pipeline.run.planning import model_name, record
 from penstock.pipeline.run.run_folder import RunFolder
-from penstock.pipeline.runtime.report import Report
+from penstock.pipeline.runtime.report import DIRECTIONS, Report
 from penstock.stages.plan.plan import Plan
 from penstock.stages.units import show_bytes, show_rate
 
@@ -248,12 +244,7 @@ class Racer:
         A stream is filled before and drained after: others will use the group."""
         if self.stream:
             self.take_step()
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(self.num_steps):
-            self.take_step()
-        dist.barrier()
-        seconds = (time.perf_counter() - start) / self.num_steps
+        seconds = together(self.take_step, self.num_steps)
         if self.stream and isinstance(self.pipe, Pipeline):
             self.pipe.drain()
         return seconds

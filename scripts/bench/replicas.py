@@ -3,8 +3,6 @@
 All sides live in the same processes and take turns. A side of fewer ranks than there are has a world of the
 first of them, and the others wait at a barrier, so that a busy machine is busy for all sides alike."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -17,7 +15,7 @@ from typing import Any
 
 import harness
 import torch.distributed as dist
-from harness import Job, Options, Results, alternate, ratio_of_pairs, spread
+from harness import Job, Options, Results, alternate, ratio_of_pairs, spread, together
 
 from penstock.compression.errors import ConfigError
 from penstock.pipeline.distributed.launcher import init
@@ -163,12 +161,10 @@ class Side:
     def run(self, steps: int, factor: float = 1.0) -> float:
         """Take steps together with the other ranks; return the seconds of one."""
         self.factor = factor
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(steps if self.here else 0):
-            self.last = self.pipe.step(*next(self.batches))
-        dist.barrier()
-        return (time.perf_counter() - start) / steps
+        return together(self._step if self.here else lambda: None, steps)
+
+    def _step(self) -> None:
+        self.last = self.pipe.step(*next(self.batches))
 
 
 class Sides:

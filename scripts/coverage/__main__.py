@@ -2,8 +2,6 @@
 
 A row is appended as soon as it is known, so a run that was interrupted goes on where it stopped."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -23,7 +21,7 @@ import page
 import torch
 import vision
 from examine import examine, examine_lengths
-from network import Network
+from language import Network
 
 OTHERS = {  # libraries that need not be installed
     "transformers": language.networks,

@@ -1,7 +1,5 @@
 """All networks of torchvision, networks of torch itself, and the families of timm."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -10,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from network import SECOND, Batch, Network, normal, table, tokens
+from language import SECOND, Batch, Network, normal, table, tokens
 from torch import nn
 from torchvision import models
 

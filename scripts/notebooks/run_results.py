@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.compression.errors import ConfigError
-from penstock.pipeline.run.metrics import DIRECTIONS, read_lines
+from penstock.pipeline.run.metrics import read_lines
 from penstock.pipeline.run.run_folder import RunFolder
 from penstock.pipeline.run.sweep import COLOURS
+from penstock.pipeline.runtime.report import DIRECTIONS
 from penstock.stages.plan.plan import Plan
 
 if TYPE_CHECKING:

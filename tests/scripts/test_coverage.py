@@ -6,13 +6,12 @@ import dataclasses
 import importlib.util
 import traceback
 
-import eager
 import language
 import pytest
 import torch
 import vision
-from examine import examine, examine_lengths
-from network import Network, normal, tokens
+from examine import drawing_calls, examine, examine_lengths
+from language import Network, normal, tokens
 from torch import nn
 
 FEW = {  # library -> networks that each hold another trap
@@ -135,7 +134,7 @@ def test_a_trap_under_autocast_only(trap, result, why):
 def test_the_plain_loop_seeds_the_calls_that_draw():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.5))
     batch = {"x": normal(0, 8, 4)}
-    draws = eager.drawing_calls(model, batch, ["0", "1", "2", "3"], ["first", "second"])
+    draws = drawing_calls(model, batch, ["0", "1", "2", "3"], ["first", "second"])
     assert draws == {1: "first", 3: "second"}
 
 
