@@ -634,8 +634,9 @@ class Pipeline:
         )
         told = gather_reports(self.world, mine, reports, ranks=self.ranks_of_stages, asked=self.asked)
         norm = None if self.update.norm is None else float(self.update.norm)
+        samples = [self.call.samples_of(step.micro_batches[index].inputs) for index in engine.outputs]
         return Report(
             step=self.num_steps, seconds=time.perf_counter() - began, num_samples=num_samples,
-            num_tokens=num_tokens, outputs=joined(list(engine.outputs.values())), learning_rate=rate,
+            num_tokens=num_tokens, outputs=joined([*engine.outputs.values()], samples), learning_rate=rate,
             gradient_norm=norm, **told,
         )  # fmt: skip

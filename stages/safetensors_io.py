@@ -4,8 +4,6 @@ The library's own writer writes its header first, and a kill leaves zeros that o
 is safetensors before its last byte is written. A file with notes has a checksum of every tensor in its
 header, so whoever knows the header's reads what it needs and knows that this is what was written."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -54,7 +52,7 @@ def write_tensors(
     with writing(path) as part, part.open("wb") as file:
         file.write(begin if notes is None else bytes(len(begin)))  # zeros are no safetensors
         for name in names:
-            data = _bytes_of(read(name))
+            data = bytes_of(read(name))
             file.write(data)
             if notes is not None:
                 checksums[name] = checksum(data)
@@ -256,7 +254,8 @@ def _begin(
     return struct.pack("<Q", len(text)) + text
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the elements of a dense tensor in their order."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
     return flat.view(torch.uint8).numpy().data

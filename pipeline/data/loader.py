@@ -3,8 +3,6 @@
 One stream of batches serves a whole run, its tests included: processes start once, and go on loading the next
 epoch while the last one is tested. ``Loader`` is the same for a loop of one's own."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import multiprocessing
@@ -143,7 +141,10 @@ class BatchLoader:
                 **ahead,
             )
             self._batches: Iterator[LoadedBatch] = iter(loads)
-        _ask_for_deaths(self._batches)
+        # A process that died is reported where a batch is asked for: torch's handler of SIGCHLD raises
+        # wherever this process happens to be, in a step as well.
+        with contextlib.suppress(AttributeError):  # one without processes, or of another torch
+            ignore_worker_deaths(self._batches)
         self._stopped, self._closed = "", threading.Event()
         if workers:
             threading.Thread(target=self._watch, args=(deadline / 4,), daemon=True).start()
@@ -242,14 +243,6 @@ def _has_stopped(pid: int) -> bool:
     return False
 
 
-def _ask_for_deaths(batches: Any) -> None:
-    """Have torch report a process that died when a batch is asked for, not in the middle of anything else.
-
-    Its handler of SIGCHLD raises wherever this process happens to be, in a step as well."""
-    with contextlib.suppress(AttributeError):  # one without processes, or of another torch
-        ignore_worker_deaths(batches)
-
-
 def _as_it_is(read: LoadedBatch) -> LoadedBatch:
     return read
 
@@ -289,6 +282,7 @@ class Loader:
         labelled: bool = False,
     ) -> None:
         check_count(batch_size=batch_size)
+        check_count(0, seed=seed, workers=workers)
         if not is_split(dataset):
             raise ConfigError(
                 f"penstock.Loader takes a data set, found a {type(dataset).__name__}; give one such as "

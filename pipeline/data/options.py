@@ -1,7 +1,5 @@
 """Refuse an option's value, anything that a user typed, in one sentence that says what would do."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,11 +10,11 @@ from ...compression.errors import ConfigError
 MOST_PIXELS = 1 << 26
 
 
-def check_count(**values: object) -> None:
-    """Refuse values that are not whole numbers of at least 1; ``__`` in a name stands for the dot."""
+def check_count(least: int = 1, /, **values: object) -> None:
+    """Refuse values that are not whole numbers of at least so much; ``__`` in a name stands for the dot."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name.replace('__', '.')}={value} must be a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name.replace('__', '.')}={value} must be a whole number of at least {least}")
 
 
 def check_image(*, size: object, channels: object = 1) -> None:

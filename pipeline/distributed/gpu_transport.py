@@ -3,8 +3,6 @@
 So a buffer goes back to its pool after the work that uses it. Only the device knows a frame's length and
 codec; they are asked for where nothing goes on without."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import deque
@@ -21,7 +19,7 @@ from ...stages.device import Device
 from ...stages.worker import Work, Worker
 from ..schedules.messages import Message, StepMessages
 from .process_group import World, group_of, thread_of
-from .transport import GlooTransport, LocalTransport, Transport
+from .transport import GlooTransport, LocalTransport
 
 
 class DevicePool(Pool):
@@ -204,6 +202,9 @@ class StagedTransport:
         copied.wait()
         frame.release()
         return Frame(slab, end, self.slabs)
+
+
+Transport = LocalTransport | GlooTransport | StagedTransport
 
 
 def transport_of(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...compression.errors import ConfigError, TransportError
 from . import rank as first
 from .failure import cause, leave, read_failures
-from .processes import StartProcess, Stopped, run_together, start_process
+from .processes import Stopped, run_together
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -219,14 +219,12 @@ def start_ranks(
     stages_of_rank: Sequence[Sequence[int]],
     ends: Sequence[Sequence[str]] | None = None,
     device: str | None = None,
-    start: StartProcess = start_process,
 ) -> None:
     """Run ``python -m module *arguments`` once for every rank and wait until all have ended.
 
     Args:   errors: the folder where ``run_rank`` leaves sentences; stages_of_rank: one entry for each rank.
             ends: for each rank, the command that runs another one where that rank shall be.
             device: the network device between the ranks; None: the loopback device.
-            start: starts the process of a rank.
     Raises: PenstockError: the first cause among failures. Stopped: the ranks were asked to stop, and did."""
     size, loopback = len(stages_of_rank), [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if not (device or loopback):
@@ -248,11 +246,8 @@ def start_ranks(
             first.LAUNCHER: str(os.getpid()),
         }
         exits = run_together(
-            (
-                ([*end, *command], environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-                for rank, end in enumerate(ends or [()] * size)
-            ),
-            start=start,
+            ([*end, *command], environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank, end in enumerate(ends or [()] * size)
         )
     if exits.stopped:
         raise Stopped(exits.stopped)

@@ -3,8 +3,6 @@
 torch's elastic launcher meets at a store that every machine of the network may write to, and gives a process
 that hangs half a minute; here nothing listens."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -77,9 +75,6 @@ _END = signal.SIGUSR2  # tells a process to end: nobody handles it, as a rank do
 
 Process = subprocess.Popen[bytes]
 
-StartProcess = Callable[[Sequence[str], Mapping[str, str]], Process]
-"""Starts a (command, environment), in a session of its own."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
@@ -108,7 +103,7 @@ def start_process(command: Sequence[str], environment: Mapping[str, str]) -> Pro
         raise TransportError(f"{command[0]} could not be started: {error.strerror or error}") from error
 
 
-def run_together(starts: Iterable[tuple[Sequence[str], Mapping[str, str]]], *, start: StartProcess) -> Ends:
+def run_together(starts: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> Ends:
     """Run a process for each (command, environment), wait, and leave none behind, whatever is raised.
 
     What asks this process to stop (``ASKING``) is passed on to them, who know where they can."""
@@ -121,7 +116,7 @@ def run_together(starts: Iterable[tuple[Sequence[str], Mapping[str, str]]], *, s
 
     try:
         for command, environment in starts:
-            processes.append(start(command, environment))
+            processes.append(start_process(command, environment))
         with heard(pass_on):
             codes = _wait(processes)
         return Ends(codes=codes, stuck=_tell_to_end(processes), asked=asked)

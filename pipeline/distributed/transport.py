@@ -6,8 +6,6 @@ queues behind the rank's own data); no send is waited for before the step ends, 
 or what arrives proves that it has left; buffers are pooled; an ordered channel per pair and direction needs
 no dialogue."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime
@@ -15,7 +13,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -76,37 +73,13 @@ def _pass(world: World, tensor: torch.Tensor, link: tuple[int, int], deadline: f
         ) from error
 
 
-class Transport(Protocol):
-    """Passes frames in buffers of its ``pool``."""
-
-    survives_failure: bool  # whether another step may begin after one that failed
-
-    @property
-    def pool(self) -> Pool:
-        """Pool of buffers for frames on the host."""
-        ...
-
-    def begin(self, messages: StepMessages) -> None:
-        """Get ready for a step that passes these."""
-
-    def send(self, message: Message, frame: Frame, messages: StepMessages) -> None:
-        """Pass ``frame`` on and let go of it once it has left; the caller holds it no more. Never waits."""
-
-    def receive(self, message: Message) -> Frame:
-        """Wait for the frame of ``message``, which the caller holds; its header says how long it is."""
-        ...
-
-    def end(self, messages: StepMessages) -> None:
-        """Wait until everything sent has left, but what a later slice receives."""
-
-    def fail(self, sentence: str) -> None:
-        """Leave word for the other ranks why this one stops."""
-
-
 class LocalTransport:
-    """All stages in one process: a frame waits in a dict until its stage asks for it."""
+    """All stages in one process: a frame waits in a dict until its stage asks for it.
 
-    survives_failure = True
+    Of all transports: ``send`` never waits, and lets go of the frame once it has left; ``receive`` returns
+    one that the caller holds; ``end`` waits for what was sent, but what a later slice receives."""
+
+    survives_failure = True  # whether another step may begin after one that failed
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool

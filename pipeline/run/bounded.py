@@ -7,8 +7,6 @@
 A model that cannot be recorded by its shapes, or is not the same without values, is made whole by every
 process, with a warning."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses
@@ -26,7 +24,6 @@ from ...stages.safetensors_io import write_tensors
 from ...stages.tracing.object_snapshot import digest
 from ..data.samples import Description, Samples
 from ..distributed.launcher import private_folder, run_rank, start_ranks
-from ..distributed.processes import StartProcess
 from . import build, console, planning
 from .run_folder import RunFolder
 
@@ -78,9 +75,7 @@ def recorded_without_memory(config: PlanConfig, samples: Samples) -> planning.Re
         return None
 
 
-def write_first_values(
-    config: PlanConfig, samples: Samples, folder: RunFolder, start: StartProcess
-) -> planning.Recorded | None:
+def write_first_values(config: PlanConfig, samples: Samples, folder: RunFolder) -> planning.Recorded | None:
     """Have a child write the values of a model that no process is to have whole; return its trace."""
     if (recorded := recorded_without_memory(config, samples)) is None:
         return None
@@ -89,7 +84,7 @@ def write_first_values(
         (private / "facts").write_text(json.dumps(facts))
         try:
             arguments = [str(private), str(folder.path)]
-            start_ranks(__name__, arguments, errors=private, stages_of_rank=[[0]], start=start)
+            start_ranks(__name__, arguments, errors=private, stages_of_rank=[[0]])
         except PenstockError as error:
             raise ConfigError(
                 f"a process of its own makes the model once as a whole, and failed: {error}; give the model "

@@ -19,6 +19,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from ...compression.errors import ConfigError
+from ...stages.safetensors_io import bytes_of
 from ..runtime.report import Report
 from .layer_tensors import LayerTensor, LayerTensors, in_order, paired, where_they_part
 from .logs import JsonLog
@@ -52,8 +53,7 @@ def digest_of(item: Any) -> str:
     if dense is item:
         layout = [size > 1 and stride for size, stride in zip(item.shape, item.stride(), strict=True)]
     hashed = xxhash.xxh3_64(f"{item.dtype} {tuple(item.shape)} {layout}".encode())
-    flat = dense.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    hashed.update(flat.view(torch.uint8).numpy().data)
+    hashed.update(bytes_of(dense))
     return hashed.hexdigest()
 
 
@@ -63,11 +63,14 @@ def _digest_of_elements(tensor: torch.Tensor) -> str:
 
 
 def states_of(pipe: Pipeline) -> dict[str, tuple[torch.Tensor, Mapping[str, Any] | None]]:
-    """By name what this rank holds, each with the state that its optimizer has of it; None where it has no
-    optimizer here: of replicas that divide the update, only the owner has one."""
+    """By name what the stages of this rank hold, each with the state that its optimizer has of it; None where
+    it has no optimizer here: of replicas that divide the update, only the owner has one.
+
+    The copy of a tied parameter of another stage is left out: it is that stage's of some step."""
     groups = [(one, group) for one in pipe.update.optimizers.values() for group in one.param_groups]
     states = {id(p): one.state.get(p, {}) for one, group in groups for p in group["params"]}
-    return {name: (tensor, states.get(id(tensor))) for name, tensor in pipe.state.held.items()}
+    own = {name for held in pipe.state.stages.values() for name in held}
+    return {name: (t, states.get(id(t))) for name, t in pipe.state.held.items() if name in own}
 
 
 def digests_of(pipe: Pipeline) -> dict[str, list[str | None]]:

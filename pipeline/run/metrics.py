@@ -7,31 +7,26 @@ from __future__ import annotations
 import copy
 import json
 import math
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...compression.errors import ConfigError
 from ...stages.memory.byte_budget import NAMES
-from ..runtime.report import Report, bubble
+from ..runtime.report import DIRECTIONS, EXCHANGED, SAVED, SECONDS, SENT, SUMS, Report, bubble
 from ..schedules.replicated import predicted_bytes
 
 if TYPE_CHECKING:
     from ...stages.plan.plan import Plan
 
-DIRECTIONS = ("forward", "backward")
 OF_TIERS = tuple(f"{tier}_tier" for tier in NAMES)
-SENT = {f"bytes_{kind}_{way}": f"{way}_{kind}" for kind in ("raw", "sent") for way in DIRECTIONS}
-SAVED = {"bytes_saved_raw": "saved_raw", "bytes_saved_kept": "saved_kept"}
-SECONDS = {
-    f"{name}_seconds": f"{name}_seconds" for name in ("compute", "worked", "waiting", "exposed", "held_up")
-}
-EXCHANGED = {"bytes_exchanged": "exchanged_bytes"}
-SUMS = SENT | SAVED | EXCHANGED | SECONDS  # what is written of a stage, and what its report calls it
 MOST = (
     "live_micro_batches", "live_versions", "versions_bytes", "peak_bytes", "resident_bytes", "device_bytes",
     "slots_bytes", "slots_live_bytes", *OF_TIERS,
 )  # fmt: skip
+RECENT = 64  # steps that say how long one takes now
 OF_ALL_STAGES = ("num_steps", "num_samples", "seconds", "loss")
 
 
@@ -45,8 +40,7 @@ class Totals:
         busy: Seconds in which each rank computed, of ``steady`` seconds: those of all steps but the first,
             which is slow for reasons of its own, unless there is no other.
         here: Steps of this process.
-        steady_steps: How many of them ``steady`` has.
-        before: ``stages`` in front of these.
+        recent: Seconds of the newest of these steps, and the sums of each stage in them.
     """
 
     def __init__(self, *, num_stages: int) -> None:
@@ -55,8 +49,8 @@ class Totals:
         self.loss: float | None = None
         self.ranks = [[0] for _ in range(num_stages)]
         self.busy: tuple[float, ...] = ()
-        self.steady, self.steady_steps = 0.0, 0
-        self.before: list[dict[str, Any]] = []
+        self.steady = 0.0
+        self.recent = deque[tuple[float, list[dict[str, Any]]]](maxlen=RECENT)
         self.of_ranks = [[_zeros()] for _ in range(num_stages)]
         self.predicted: dict[str, dict[str, int]] = {}
 
@@ -74,10 +68,14 @@ class Totals:
         self.here += 1
         if self.here <= 2 or len(self.busy) != len(report.busy_seconds):
             self.busy, self.steady = (0.0,) * len(report.busy_seconds), 0.0
-            self.before, self.steady_steps = self.stages, 0
+            self.recent.clear()
         self.busy = tuple(map(sum, zip(self.busy, report.busy_seconds, strict=True)))
         self.steady += report.seconds
-        self.steady_steps += 1
+        sums = [
+            {name: sum(getattr(one, field) for one in reports) for name, field in SUMS.items()}
+            for reports in report.of_ranks
+        ]
+        self.recent.append((report.seconds, sums))
         self.ranks = [[one.rank for one in reports] for reports in report.of_ranks]
         if self.predicted.keys() != {str(rank) for ranks in self.ranks for rank in ranks}:
             self.predicted = {str(rank): peaks for rank, peaks in predicted_peaks(report).items()}
@@ -91,6 +89,10 @@ class Totals:
                     again = self.num_steps == 2 and name in OF_TIERS  # the first step only foretells them
                     total[name] = max(0 if again else total[name], getattr(one, name))
 
+    def kept(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, which ``load`` takes."""
+        return {name: value for name, value in vars(self).items() if name != "recent"}
+
     def load(self, kept: Mapping[str, Any] | None) -> None:
         """Go on from the sums of a run; of stages and ranks only where there are as many stages again."""
         if not kept:
@@ -98,14 +100,13 @@ class Totals:
         some = copy.deepcopy(dict(kept))
         if len(some["of_ranks"]) != len(self.of_ranks):
             some = {name: some[name] for name in OF_ALL_STAGES}
-        vars(self).update(some | {"here": 0})
+        vars(self).update({name: some[name] for name in self.kept() if name in some} | {"here": 0})
         self.of_ranks = [[_zeros() | total for total in totals] for totals in self.of_ranks]
         self.busy = tuple(self.busy)
 
     def of_step(self, number: int) -> dict[str, float]:
-        """The sums of a stage in a steady step, on the mean."""
-        now, before = self.stages[number], self.before[number]
-        return {name: (now[name] - before[name]) / self.steady_steps for name in SUMS}
+        """The sums of a stage in a step: of each, the median of the recent steps."""
+        return {name: statistics.median(sums[number][name] for _, sums in self.recent) for name in SUMS}
 
     def bubble(self, rank: int) -> float:
         """The share of the steps in which ``rank`` neither computed nor packed."""

@@ -462,9 +462,8 @@ def first_not_finite(run: Path) -> int:
     Raises:  ConfigError: every loss is one."""
     folder = RunFolder(path=run)
     lines = _metrics(folder)
-    if (
-        lines and _starts(folder, until=sys.maxsize)[0].config.streams
-    ):  # whose first steps may end no micro-batch
+    if lines and _starts(folder, until=sys.maxsize)[0].config.streams:
+        # first steps of a stream may end no micro-batch
         lines = [*itertools.dropwhile(lambda line: line["loss"] is None, lines)] or lines
     for line in lines:
         if line["loss"] is None:

@@ -3,8 +3,6 @@
 Which schedule is fastest depends on the balance of the stages, the links and the memory: so all are tried on
 paper before anything runs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from itertools import pairwise
@@ -28,7 +26,7 @@ from ..schedules.replicated import (
     most_held,
     step_programs,
 )
-from ..schedules.simulate import simulate_plan
+from ..schedules.simulate import simulate_plan, simulate_step
 from ..schedules.verify import smallest_window
 from .timeline import Panel
 
@@ -193,8 +191,8 @@ def simulated(plan: Plan) -> tuple[Programs, Panel]:
     """The programs of a plan, and the timeline of its step; of a stream, programs of enough batches for it to
     be full, and a step in its middle: one batch more takes a step more, filling and draining left out."""
     if not plan.streams:
-        programs = step_programs(plan)
-        return programs, Panel(title=plan.schedule, spans=simulate_plan(plan, programs).spans)
+        programs, simulation = simulate_step(plan)
+        return programs, Panel(title=plan.schedule, spans=simulation.spans)
     options = {"schedule": plan.schedule, "micro_batches": plan.micro_batches}
     longer, shorter = (endless_programs(plan.stages_of_rank, **options, more=more) for more in (2, 1))
     simulation, before = simulate_plan(plan, longer), simulate_plan(plan, shorter)

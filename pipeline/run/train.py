@@ -10,12 +10,9 @@ Where there are several, each of them starts at ``join``; ``train_rank`` runs on
 
 ``planning.py`` and ``training_loop.py`` read the configuration with it; below them functions take values."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,7 +32,6 @@ from ..data.samples import Samples
 from ..distributed.failure import Lost, leave
 from ..distributed.launcher import init, run_rank, start_ranks
 from ..distributed.process_group import World, thread_of
-from ..distributed.processes import StartProcess, start_process
 from ..distributed.threads import start_threads
 from ..pipeline import Pipeline
 from ..schedules.replicated import without
@@ -50,19 +46,13 @@ from .training_loop import NOT_FINITE, check_samples, train_rank
 
 
 def train(
-    config: TrainConfig,
-    folder: RunFolder,
-    typed: Sequence[str] = (),
-    *,
-    launched: bool = False,
-    start_process: StartProcess = start_process,
+    config: TrainConfig, folder: RunFolder, typed: Sequence[str] = (), *, launched: bool = False
 ) -> int:
     """Train as ``config`` says and leave everything in ``folder``; print what a person sees.
 
     Args:   folder: claimed for this run.
             typed: the options as typed, so that one that contradicts ``plan=`` is refused and not ignored.
             launched: the ranks are there already, and this is the first of them.
-            start_process: starts the process of a rank.
     Returns: the exit code: 0, or 3 where the loss was no number and ``nan=stop``.
     Raises: PenstockError: something that was asked for cannot be had, or a rank failed.
     """
@@ -81,7 +71,7 @@ def train(
         if chosen := counts.choose(config, samples):
             console.warn(chosen)
         # Among ranks that torchrun started, every one makes the model: some may be on other machines.
-        recorded = write_first_values(config, samples, folder, start_process) if world is None else None
+        recorded = write_first_values(config, samples, folder) if world is None else None
         with console.planning():
             plan, pipe = build_run(config, samples, folder, given=given, source=source, recorded=recorded)
         del recorded
@@ -94,9 +84,9 @@ def train(
             told.tell(config, plan)
             ranks: Any = {"errors": told.errors, "stages_of_rank": plan.stages_of_rank}
             if config.replicas.threads:
-                work = functools.partial(_train_in_thread, config, plan, folder)
-                return start_threads(work, deadline=config.deadline, **ranks)
-            start_ranks(__name__, [str(told.path), str(folder.path)], start=start_process, **ranks)
+                ranks["deadline"] = config.deadline
+                return start_threads(lambda world: join(copy.deepcopy(config), plan, folder, world), **ranks)
+            start_ranks(__name__, [str(told.path), str(folder.path)], **ranks)
 
     def replan(config: TrainConfig) -> Plan:
         config.stages = stages
@@ -221,10 +211,6 @@ def join(config: TrainConfig, plan: Plan, folder: RunFolder, world: World | None
         if own:
             ends.callback(pipe.close, keeps_model=False)
         train_rank(config, plan, folder, samples, pipe)
-
-
-def _train_in_thread(config: TrainConfig, plan: Plan, folder: RunFolder, world: World) -> None:
-    join(copy.deepcopy(config), plan, folder, world)
 
 
 def persist(

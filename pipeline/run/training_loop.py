@@ -1,14 +1,12 @@
 """The loop of a run on one rank: which batches it takes, its steps and tests, and what it leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -211,37 +209,6 @@ def loader(
     )
 
 
-def run_epochs(
-    pipe: Pipeline,
-    ahead: Course,
-    loader: BatchLoader,
-    judge: Judge,
-    *,
-    see: Sequence[Callable[[Report], object]],
-    between: Callable[[], None],
-    tested: Callable[[int, range, Mapping[str, float]], None],
-) -> dict[str, float]:
-    """Take the steps that are left and the tests between them, until ``judge`` ends it; return the results of
-    the test after the last step, if there was one.
-
-    Args: see: are called with the report of every step; between: every ``BETWEEN`` batches of a test;
-          tested: with an epoch, its batches since the test before, and the results of a test."""
-    test: dict[str, float] = {}
-    for epoch, numbers in ahead.by_test():
-        for number in numbers:
-            report = pipe.step(*loader.take(BatchIndex("train", epoch, number)))
-            for one in see:
-                one(report)
-                if judge.ended:
-                    return {}
-        test = evaluate(pipe, map(loader.take, ahead.test()), between=between)
-        if test:
-            tested(epoch, numbers, test)
-        if judge.ended:
-            break
-    return test
-
-
 def evaluate(
     pipe: Pipeline, batches: Iterable[tuple[Any, Any]], *, between: Callable[[], None]
 ) -> dict[str, float]:
@@ -286,6 +253,24 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         if asked := int(max(row[0] for row in rows)):
             stop(asked)
 
+    def run_epochs() -> dict[str, float]:
+        """Take the steps that are left and the tests between them, until ``judge`` ends it; return the
+        results of the test after the last step, if there was one."""
+        test: dict[str, float] = {}
+        for epoch, numbers in ahead.by_test():
+            for number in numbers:
+                report = pipe.step(*batches.take(BatchIndex("train", epoch, number)))
+                for one in see:
+                    one(report)
+                    if judge.ended:
+                        return {}
+            test = evaluate(pipe, map(batches.take, ahead.test()), between=between)
+            if test:
+                tested(epoch, numbers, test)
+            if judge.ended:
+                break
+        return test
+
     def tested(epoch: int, numbers: range, test: Mapping[str, float]) -> None:
         """Write and show the results of a test, and keep a checkpoint of the best one."""
         loggers.test(pipe.num_steps - 1, test)
@@ -312,6 +297,10 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         judge = Judge(config, plan, tell=tell)
         judge.load(notes.get("judge"))
         best_step = judge.best_step if config.checkpoint.best else 0
+        audits: contextlib.AbstractContextManager[LiveAudit | None] = contextlib.nullcontext()
+        if first and config.audit.every is not None:
+            after: Any = {"seconds": parse_duration(config.audit.every, name="audit.every")}
+            audits = contextlib.closing(LiveAudit(folder, digest_every=every or 1, tell=tell, **after))
         with (
             JsonLog(path, tell=tell, first=pipe.num_steps) as metrics,
             JsonLog(folder.digests if first and every else None, tell=tell, first=pipe.num_steps) as digests,
@@ -322,7 +311,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             Checkpoints(pipe, folder.checkpoints, config.checkpoint, tell=tell, best_step=best_step) as kept,
             hearing(pipe.world.group, lambda number: setattr(pipe, "asked", number)),
             contextlib.closing(loads) as batches,
-            _live_audit(config, folder if first else None, tell=tell) as audit,
+            audits as audit,
         ):
             totals.load(notes.get("totals"))
             if audit is not None:
@@ -332,7 +321,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
                     f"tests change bits, so eval.every= does: in eval mode too a forward writes to {names[0]}"
                 )
             audited = {} if audit is None else {"audit": audit.result}
-            noted: Any = {"config": options, "totals": vars(totals), **audited}
+            noted: Any = {"config": options, "totals": totals.kept(), **audited}
             kept.notes = lambda: noted | {"judge": judge.state()}
             if first:
                 stored = OmegaConf.to_yaml(OmegaConf.create(options | folder.held_now(config)))
@@ -345,7 +334,7 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
             see += [loggers.step, judge.step, kept.after]
             see += [audit.after] if audit is not None else []
             see += [lambda report: stop(report.asked) if report.asked else None, log_shares]
-            test = run_epochs(pipe, ahead, batches, judge, see=see, between=between, tested=tested)
+            test = run_epochs()
     pipe.drain()
     data = pipe.world.all_gather_json(batches.figures, at="the end of its data")
     spans, flows = pipe.timeline(), pipe.flows()
@@ -369,20 +358,6 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
         facts |= {"resumed_from": resumed, "data": data, "ended_early": judge.ended or None}
         facts |= audited
         save_json(folder.summary, summarise(totals, plan, sizes=sizes, test=test, **facts))
-
-
-@contextlib.contextmanager
-def _live_audit(
-    config: TrainConfig, folder: RunFolder | None, *, tell: Callable[[str], None]
-) -> Iterator[LiveAudit | None]:
-    """The audits of a run in ``folder``, if ``config`` asks for them."""
-    if folder is None or config.audit.every is None:
-        yield None
-        return
-    seconds = parse_duration(config.audit.every, name="audit.every")
-    every = config.digest.every or 1
-    with contextlib.closing(LiveAudit(folder, seconds=seconds, digest_every=every, tell=tell)) as audit:
-        yield audit
 
 
 def check_samples(config: TrainConfig, samples: Samples) -> None:

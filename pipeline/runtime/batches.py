@@ -3,11 +3,10 @@
 A view of a batch may be misaligned, and another alignment picks another kernel: so micro-batches are copied
 into fresh memory, in the plain loop too."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -164,16 +163,24 @@ def _weight(weight: Callable[[Any], float], targets: Any) -> float:
     return found  # pyright: ignore[reportReturnType] (a tensor of one element counts as a number)
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """The outputs of micro-batches as those of one batch, a list where their sizes differ; None of none."""
+def joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
+    """The outputs of micro-batches of so many ``samples`` as those of one batch; None of none.
+
+    What has no row for each sample is stacked, one of each micro-batch. Where sizes differ, or other values
+    than tensors do, it is a list of the outputs."""
     if not parts:
         return None
     whole, spec = [], tree_flatten(parts[0])[1]
     for column in zip(*map(tree_leaves, parts), strict=True):
-        splits = isinstance(column[0], torch.Tensor) and column[0].dim()
-        if splits and len({tensor.shape[1:] for tensor in column}) > 1:
+        if not isinstance(column[0], torch.Tensor):
+            alike = all(repr(one) == repr(column[0]) for one in column)
+        else:
+            rows = all(t.dim() and len(t) == size for t, size in zip(column, samples, strict=True))
+            alike = len({tensor.shape[rows:] for tensor in column}) == 1
+            column = (torch.cat(column) if rows else torch.stack(column),) if alike else column
+        if not alike:
             return list(parts)
-        whole.append(torch.cat(column) if splits else column[0])
+        whole.append(column[0])
     return tree_unflatten(whole, spec)
 
 
@@ -246,7 +253,8 @@ class Criterion:
         return loss
 
     def check_reads(self, loss: torch.Tensor, outputs: Any) -> None:
-        """Refuse a loss that reaches a parameter except through the outputs; raises StageError."""
+        """Refuse a loss that reaches a parameter except through the outputs, and warn of others that it has;
+        raises StageError."""
         seen = {get_gradient_edge(t).node for t in tensors_of(outputs) if t.requires_grad}
         ahead = [get_gradient_edge(loss).node]
         while ahead:
@@ -254,7 +262,14 @@ class Criterion:
             if node in seen:
                 continue
             seen.add(node)
-            if getattr(node, "variable", None) in self.parameters:
+            own = getattr(node, "variable", None)
+            if own is not None and own is not loss and own not in self.parameters:
+                warnings.warn(
+                    f"the loss has a parameter of its own, of shape {tuple(own.shape)}, which no optimizer "
+                    "of the pipeline updates; make it part of the model, and return it from forward",
+                    stacklevel=2,
+                )
+            elif own in self.parameters:
                 raise StageError(
                     "the loss reads a parameter of the model, which may be on another stage; return it from "
                     "forward"

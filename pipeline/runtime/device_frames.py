@@ -7,8 +7,6 @@
 What is packed late is not written to meanwhile: a value that layers write to is not cut from them, a stage
 that exchanges its weights sends copies, and a parameter is updated when its gradients have come back."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,8 +21,7 @@ from ...compression.errors import CodecError, StageError
 from ...compression.frame import FrameSpec, Header, header_bytes, read_header
 from ...stages.device import Device
 from ...stages.stage.stage import Stage
-from ..distributed.gpu_transport import DeviceFrame, DevicePool
-from ..distributed.transport import Transport
+from ..distributed.gpu_transport import DeviceFrame, DevicePool, Transport
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Message
 from .auto_codec import Policy

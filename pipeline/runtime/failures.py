@@ -20,7 +20,7 @@ from ..schedules.instruction import Instruction, Op
 
 if TYPE_CHECKING:
     from ...stages.stage.stage import Stage
-    from ..distributed.transport import Transport
+    from ..distributed.gpu_transport import Transport
     from .step_planner import Step
 
 WORDS = {

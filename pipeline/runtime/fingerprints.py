@@ -3,8 +3,6 @@
 Bits are facts as checksums: a CRC sees every change of up to 32 bits in a row, at the speed of memory. It is
 for mistakes, and does not stop an attacker. Functions cannot be compared; their names can."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -20,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ... import __version__
 from ...stages.device import CPU, KINDS, autocast_state
+from ...stages.safetensors_io import bytes_of
 from ...stages.split_inputs import Column
 from ...stages.torch_private import keystr, tree_flatten_with_path
 from ...stages.tracing.layers import parts_of
@@ -86,10 +85,22 @@ def of_pipeline(
     rest: Mapping[str, Any],
     device: torch.device,
 ) -> list[Fact]:
-    """The process, and what its Pipeline was given but for the plan; ``rest`` by the names of arguments."""
+    """The process, and what its Pipeline was given but for the plan; ``rest`` by the names of arguments.
+
+    The optimizer is made of all parameters: its settings may depend on names, or on a parameter itself."""
     facts = [_argument(name, _shown(value)) for name, value in rest.items()]
-    updates = [_argument(*item) for item in _of_updates(model, optimizer, scheduler).items()]
-    return [*of_process(device), *facts, *_of_model(model), *updates]
+    updates = {"scheduler": _shown(scheduler)}
+    try:
+        made = optimizer(list(model.named_parameters()))
+        updates["optimizer"] = f"{type(made).__qualname__}{_shown(_plain(made) or '')}"
+        owner = {id(parameter): name for name, parameter in model.named_parameters()}
+        for number, group in enumerate(made.param_groups):
+            settings = settings_of(group).items()
+            updates |= {f"optimizer, {k} of its group {number}": _shown(v) for k, v in settings}
+            updates |= {f"optimizer, the group of {owner.get(id(p))}": str(number) for p in group["params"]}
+    except Exception as error:  # each stage's own is asked for later, and refused with its reason
+        updates["optimizer"] = f"one that cannot be made of all parameters ({type(error).__name__}: {error})"
+    return [*of_process(device), *facts, *_of_model(model), *(_argument(*item) for item in updates.items())]
 
 
 def of_scheduler(scheduler: LRScheduler) -> list[Fact]:
@@ -99,26 +110,6 @@ def of_scheduler(scheduler: LRScheduler) -> list[Fact]:
 
 def _argument(name: str, value: str) -> Fact:
     return Fact(f"the argument {name}", value, ARGUMENTS)
-
-
-def _of_updates(
-    model: nn.Module,
-    optimizer: Callable[[Named], Optimizer],
-    scheduler: Callable[[Optimizer], LRScheduler] | None,
-) -> dict[str, str]:
-    """The optimizer of all parameters at once: its settings may depend on names, or on a parameter itself."""
-    facts = {"scheduler": _shown(scheduler)}
-    try:
-        made = optimizer(list(model.named_parameters()))
-        facts["optimizer"] = f"{type(made).__qualname__}{_shown(_plain(made) or '')}"
-        owner = {id(parameter): name for name, parameter in model.named_parameters()}
-        for number, group in enumerate(made.param_groups):
-            settings = settings_of(group).items()
-            facts |= {f"optimizer, {k} of its group {number}": _shown(v) for k, v in settings}
-            facts |= {f"optimizer, the group of {owner.get(id(p))}": str(number) for p in group["params"]}
-    except Exception as error:  # each stage's own is asked for later, and refused with its reason
-        facts["optimizer"] = f"one that cannot be made of all parameters ({type(error).__name__}: {error})"
-    return facts
 
 
 def _of_model(model: nn.Module) -> list[Fact]:
@@ -203,8 +194,7 @@ def _checksum(tensor: torch.Tensor) -> str:
     """Checksum of the elements in their order; those of the meta device have no bits."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return "none"
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return f"{zlib.crc32(flat.view(torch.uint8).numpy().data):08x}"
+    return f"{zlib.crc32(bytes_of(tensor)):08x}"
 
 
 def _node(node: fx.Node) -> str:

@@ -10,8 +10,6 @@ One module packs on every path out of a stage, and unpacks once.
                               pack gradient by the bitmap of arrived      <- pack gradient by its bitmap
     unpack by bitmap of sent  release arrived"""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +21,7 @@ from ...compression.codec import buffer_bytes, decode_received, pack_into
 from ...compression.errors import CodecError, StageError
 from ...compression.frame import FrameSpec
 from ...compression.geometry import geometry
-from ..distributed.transport import Transport
+from ..distributed.gpu_transport import Transport
 from ..schedules.instruction import Instruction
 from ..schedules.messages import Message
 from .auto_codec import MASKED, Policy

@@ -4,8 +4,6 @@ Every micro-batch counts with its share of the whole batch, which its loss was m
 of the batch is a plain sum over the replicas: nothing is averaged, and a replica may have had nothing to
 do."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +14,7 @@ from torch import nn
 from ...compression.errors import Disagreement, PlanError
 from ...stages.plan.plan import Plan
 from ...stages.plan.validation import check_statistics
+from ...stages.safetensors_io import bytes_of
 from ...stages.stage.stage import Stage
 from ...stages.tracing.layers import is_local
 from ...stages.tracing.tracer import LayerGraph
@@ -257,10 +256,5 @@ class Replicas:
 
 def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """One number for the bytes of each tensor."""
-    found = []
-    for tensor in tensors:
-        seen = tensor.detach().cpu().resolve_conj().resolve_neg()
-        plain = seen.clone(memory_format=torch.contiguous_format)
-        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-        found.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True))
-    return torch.tensor(found, dtype=torch.int64)
+    found = [hashlib.blake2b(bytes_of(tensor), digest_size=8).digest() for tensor in tensors]
+    return torch.tensor([int.from_bytes(one, "little", signed=True) for one in found], dtype=torch.int64)

@@ -73,12 +73,15 @@ class StageReport:
         return cls(**{name: kind(n) for (name, kind), n in zip(_KINDS.items(), numbers, strict=True)})
 
 
-SUMMED = frozenset(
-    "forward_raw forward_sent backward_raw backward_sent saved_raw saved_kept exposed_seconds "
-    "compute_seconds worked_seconds waiting_seconds held_up_seconds "
-    "exchanged_bytes".split()
-)
-"""What replicas of a stage did together; of the rest, the most that one of them had counts."""
+DIRECTIONS = ("forward", "backward")
+SENT = {f"bytes_{kind}_{way}": f"{way}_{kind}" for kind in ("raw", "sent") for way in DIRECTIONS}
+SAVED = {"bytes_saved_raw": "saved_raw", "bytes_saved_kept": "saved_kept"}
+SECONDS = {
+    f"{name}_seconds": f"{name}_seconds" for name in ("compute", "worked", "waiting", "exposed", "held_up")
+}
+EXCHANGED = {"bytes_exchanged": "exchanged_bytes"}
+SUMS = SENT | SAVED | EXCHANGED | SECONDS
+"""Fields of a stage's report by the names under which they are written: those that replicas add up."""
 
 
 def together(reports: Sequence[StageReport]) -> StageReport:
@@ -86,7 +89,7 @@ def together(reports: Sequence[StageReport]) -> StageReport:
     if len(reports) == 1:
         return reports[0]
     pairs = {name: [getattr(one, name) for one in reports] for name in StageReport.__slots__}
-    merged = {name: sum(found) if name in SUMMED else max(found) for name, found in pairs.items()}
+    merged = {name: sum(found) if name in SUMS.values() else max(found) for name, found in pairs.items()}
     return StageReport(**merged | {"rank": reports[0].rank})
 
 
@@ -103,7 +106,8 @@ class Report:
         seconds: As this rank measured them.
         num_samples: Of the batch.
         stages: What each stage did and held.
-        outputs: The model's on the batch, if they were asked for, where the last stage is.
+        outputs: The model's on the batch, if they were asked for, where the last stage is: rows of samples
+            are joined, what has none is stacked by micro-batch; a list of micro-batches' where sizes differ.
         asked: The largest ``Pipeline.asked`` of all ranks, 0 where nobody was asked for anything.
         replicas: What each rank of every stage reports, where some stage is on several ranks.
         learning_rate: That of this rank's first parameters.

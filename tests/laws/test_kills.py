@@ -139,7 +139,7 @@ def watch(kill):
 
     for name, kind in {"_forward": "F", "_backward": "B", "_update": "U", "_evaluate": "evaluation"}.items():
         setattr(Engine, name, counted(kind, getattr(Engine, name)))
-    safetensors_io._bytes_of = counted("tensor", safetensors_io._bytes_of)
+    safetensors_io.bytes_of = counted("tensor", safetensors_io.bytes_of)
     files.sync = counted("sync", files.sync)
 
     def hook(event, args):

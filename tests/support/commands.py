@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from ranks import ForkedRank
 from reference import same_bits
 from safetensors.torch import load_file
 
+from penstock.pipeline.distributed import processes
 from penstock.scripts import command
 
 SMALL = "model=mlp model.hidden=[16,12] data.size=8 data.channels=1 seed=3 threads=1"
@@ -55,7 +57,8 @@ def answer(typed: str, capture: Any) -> tuple[int, str, str]:
 
 def train(typed: str) -> int:
     """Type ``penstock train ...``; return the exit code."""
-    return command.run(["train", *typed.split()], start_process=ForkedRank)
+    with patch.object(processes, "start_process", ForkedRank):
+        return command.run(["train", *typed.split()])
 
 
 def trained(typed: str) -> None:
@@ -65,8 +68,8 @@ def trained(typed: str) -> None:
 def refusal(typed: str, capture: Any, *, name: str = "train") -> str:
     """The one line that a command is refused or fails with."""
     capture.readouterr()
-    how = {"start_process": ForkedRank} if name == "train" else {}
-    assert command.run([name, *typed.split()], **how) == command.REFUSED
+    with patch.object(processes, "start_process", ForkedRank):
+        assert command.run([name, *typed.split()]) == command.REFUSED
     said = capture.readouterr().err
     assert said.count("\n") == 1, said
     return said

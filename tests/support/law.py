@@ -16,6 +16,7 @@ from cases import OPTIMIZERS, loss_of, on_ranks, pipeline_of, plan_of, resumed_c
 from far import FarStore, small_pieces
 from late import garbage
 from reference import plain_loop, same_bits
+from saving import wait
 from small_pipelines import evaluated, same_outputs
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -61,7 +62,7 @@ def everything_leaves(patch):
 
     def waits(self, *what):
         offload(self, *what)
-        self.wait()
+        wait(self)
 
     patch.setattr(stage, "LEAST_SAVED", 1)
     patch.setattr(SavedActivations, "offload", waits)

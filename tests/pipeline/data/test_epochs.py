@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,10 @@ def test_its_batches_are_those_of_a_run_whoever_loads_and_wherever_it_begins():
         penstock.Loader(Augmented(), 24)
     with pytest.raises(penstock.ConfigError, match="takes a data set, found a list"):
         penstock.Loader([1, 2], 1)
+    wrong: Any
+    for wrong in ({"workers": -1}, {"seed": "a"}):
+        with pytest.raises(penstock.ConfigError, match="must be a whole number of at least 0"):
+            penstock.Loader(Augmented(), 4, **wrong)
 
 
 def test_a_loop_goes_on_from_the_newest_checkpoint_within_an_epoch(tmp_path):

@@ -21,10 +21,11 @@ from zoo import build
 
 from penstock.pipeline import models
 from penstock.pipeline.data import digits
+from penstock.pipeline.distributed import processes
 from penstock.pipeline.run import bounded, metrics, tables
 from penstock.pipeline.run.build import parameters_on_meta
-from penstock.pipeline.run.metrics import MOST, SUMS
-from penstock.pipeline.runtime.report import StageReport
+from penstock.pipeline.run.metrics import MOST
+from penstock.pipeline.runtime.report import SUMS, StageReport
 from penstock.scripts import command
 from penstock.stages.memory.parameter_offload import OffloadedParameters
 from penstock.stages.plan.plan import Plan
@@ -61,7 +62,8 @@ def started(monkeypatch):
         modules.append(line[4])
         return ForkedRank(line, environment)
 
-    return lambda typed: (command.run(["train", *typed.split()], start_process=start), modules)
+    monkeypatch.setattr(processes, "start_process", start)
+    return lambda typed: (command.run(["train", *typed.split()]), modules)
 
 
 @pytest.mark.ranks

@@ -76,7 +76,8 @@ def test_a_model_that_takes_no_micro_batch_of_one_sample_is_measured_at_larger_o
             raise PlanError("too few for a batch norm")
         return whole(config, samples, micro_batches)
 
-    config = PlanConfig(batch_size=64, ranks=4, micro_batches="auto", threads=1)
+    asked: Any = {"ranks": 4, "micro_batches": "auto", "extra_in_flight": 0, "threads": 1}
+    config = PlanConfig(batch_size=64, **asked)
     monkeypatch.setattr(counts, "_measured", refuses)
     counts.choose(config, Path)  # pyright: ignore[reportArgumentType]
     assert config.micro_batches == 16

@@ -61,6 +61,25 @@ def test_lines_are_those_of_every_layout_and_go_on_with_a_run(capfd):
     assert diff(capfd, "plain", "sparse")[0] == 0
 
 
+TIED = """
+import torch.nn as nn
+from mine import data
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(nn.Linear(12, 12) for _ in range(4)), nn.Linear(12, 4))
+        self[3].weight = self[1].weight
+"""
+
+
+def test_a_tied_parameter_is_digested_where_it_is_trained(capfd):
+    Path("tied.py").write_text(TIED)
+    job = JOB.replace("mine.Net", "tied.Net").replace("epochs=2", "max_steps=2")
+    trained(f"{job} ranks=1 hydra.run.dir=plain")
+    trained(f"{job} ranks=2 stages=4 cuts=['0','1','2'] schedule=zbv hydra.run.dir=cut")
+    assert "part: weights" not in capfd.readouterr().out
+    assert steps_of("cut") == steps_of("plain")
+
+
 def test_lines_are_the_same_where_parameters_and_gradients_are_in_a_tier(capfd):
     job = "model=mlp model.hidden=[96,96] batch_size=32 micro_batches=4 max_steps=3 threads=1 clip.norm=0.1"
     job += " optimizer=adamw digest.every=1 digest.layers=true"

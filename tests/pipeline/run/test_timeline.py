@@ -10,7 +10,7 @@ from programs import on_paper
 
 from penstock.pipeline.run.timeline import Panel, draw, figure, perfetto_trace
 from penstock.pipeline.schedules import schedule_named
-from penstock.pipeline.schedules.instruction import bubbles, show
+from penstock.pipeline.schedules.instruction import show
 
 
 def one(spans, **window):
@@ -64,8 +64,9 @@ def test_a_part_of_a_stream_is_cut_at_both_ends():
 def test_a_bubble_is_what_is_left_of_the_step():
     first = step()[0]._replace(start=0.0, waiting=1.0, end=4.0)
     second = first._replace(rank=1, waiting=8.0, end=10.0)
-    assert bubbles([first, second], num_ranks=3) == (0.7, 0.8, 1.0)
-    assert bubbles([], num_ranks=1) == (0.0,)
+    third = first._replace(rank=2, start=0.0, waiting=10.0, end=10.0)
+    assert Panel(title="", spans=[first, second, third]).bubble == [0.7, 0.8, 1.0]
+    assert Panel(title="", spans=[]).bubble == [1.0]
 
 
 def test_draw_writes_a_wide_png(tmp_path):

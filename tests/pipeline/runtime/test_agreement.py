@@ -225,8 +225,9 @@ def test_an_optimizer_that_cannot_be_made_of_all_parameters_is_told_and_not_rais
     def optimizer(named):
         raise ValueError(f"found {len([*named])}")
 
-    told = fingerprints._of_updates(nn.Linear(2, 2), optimizer, None)
-    assert told["optimizer"] == "one that cannot be made of all parameters (ValueError: found 2)"
+    facts = fingerprints.of_pipeline(nn.Linear(2, 2), optimizer, None, {}, torch.device("cpu"))
+    told = {fact.what: fact.value for fact in facts}["the argument optimizer"]
+    assert told == "one that cannot be made of all parameters (ValueError: found 2)"
 
 
 def test_a_tensor_that_a_kind_of_device_computed_is_compared_among_its_ranks():

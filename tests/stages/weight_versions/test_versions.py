@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock import PlanError
 from penstock.compression.errors import StageError
-from penstock.stages.memory import saved_tensor_hooks
+from penstock.stages.memory import activations
 from penstock.stages.weight_versions import versions
 from penstock.stages.weight_versions.policies import policy_named
 from penstock.stages.weight_versions.versions import WeightVersions, copy_of, versions_of
@@ -222,7 +222,7 @@ def test_a_stage_alone_never_keeps_three_versions_of_double_buffered_weights(mon
 
 def test_memory_that_a_parameter_has_left_is_not_taken_for_a_parameter():
     parameter = nn.Parameter(torch.ones(64))
-    weights = saved_tensor_hooks.ParameterFilter([parameter])
+    weights = activations.ParameterFilter([parameter])
     number = parameter.untyped_storage()._cdata
     parameter.data = torch.zeros(64)
     made = [torch.ones(64) for _ in range(1000)]
