@@ -165,7 +165,8 @@ class _Timer:
             ) from error
         _write_back(block, given, env, record)
         self.marks.append((begun, (backward, clock()) if roots else None))
-        self.zeros |= {number: zero_count(leaf) for number, leaf in made if leaf.numel()}
+        kept = [(n, leaf) for n, leaf in made if leaf.numel() and not record.values[n].freed]
+        self.zeros |= {number: zero_count(leaf) for number, leaf in kept}
         env |= {layer.node: local[layer.node] for layer in layers}
 
     def seconds(self) -> list[tuple[float, float]]:
