@@ -321,8 +321,8 @@ def train_rank(config: TrainConfig, plan: Plan, folder: RunFolder, samples: Samp
                     f"tests change bits, so eval.every= does: in eval mode too a forward writes to {names[0]}"
                 )
             audited = {} if audit is None else {"audit": audit.result}
-            noted: Any = {"config": options, "totals": totals.kept(), **audited}
-            kept.notes = lambda: noted | {"judge": judge.state()}
+            noted: Any = {"config": options, **audited}
+            kept.notes = lambda: noted | {"totals": totals.kept(), "judge": judge.state()}
             if first:
                 stored = OmegaConf.to_yaml(OmegaConf.create(options | folder.held_now(config)))
                 starts.append({"step": pipe.num_steps, "config": stored, "plan": plan.to_json()})
