@@ -75,6 +75,14 @@ from .runtime.step_planner import Step, Steps, StreamFeed, SynchronousFeed
 from .schedules.instruction import Span
 
 
+def check_settings(settings: Iterable[str]) -> None:
+    """Raise TypeError for a setting that ``Pipeline.of`` does not take."""
+    takers = partition, Pipeline, Pipeline.of
+    known = {name for taker in takers for name in inspect.signature(taker).parameters}
+    if odd := {*settings} - (known - {"profile", "settings"}):
+        raise TypeError(f"Pipeline.of() got an unexpected keyword argument {min(odd)!r}")
+
+
 class Pipeline:
     """Trains ``model`` as ``plan`` says; every rank passes the same arguments and the same batches.
 
@@ -208,9 +216,8 @@ class Pipeline:
             PenstockError: One of the four calls refuses, here or on another rank.
             TypeError: None of them takes a setting.
         """
-        asked, known = ({*inspect.signature(f).parameters} - {"profile"} for f in (partition, cls.__init__))
-        if odd := settings.keys() - asked - known:
-            raise TypeError(f"Pipeline.of() got an unexpected keyword argument {min(odd)!r}")
+        check_settings(settings)
+        asked = {*inspect.signature(partition).parameters} - {"profile"}
         ours = {"memory": MemoryOptions, "shares": str}
         wishes = {
             name: settings.pop(name)

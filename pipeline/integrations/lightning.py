@@ -26,7 +26,7 @@ from ...stages.torch_private import BatchNorm, tree_map
 from ..distributed.launcher import init, local_rank
 from ..distributed.process_group import World
 from ..optimizer.optimizers import Named, settings_of
-from ..pipeline import Pipeline
+from ..pipeline import Pipeline, check_settings
 
 OUTPUTS, WEIGHTS = 1 << 21, 1 << 22  # tags of messages, apart from those of frames
 DEADLINE = 600.0  # seconds that ranks may wait while rank 0 writes a checkpoint
@@ -59,6 +59,7 @@ class PenstockStrategy(SingleDeviceStrategy):
 
     Raises:
         ConfigError: The module, or an argument of Trainer, asks for what a pipeline does in another way.
+        TypeError: ``Pipeline.of`` does not take an argument.
     """
 
     strategy_name = "penstock"
@@ -69,6 +70,7 @@ class PenstockStrategy(SingleDeviceStrategy):
         super().__init__(device_named(device, local_rank=local_rank()).torch)
         self.options: dict[str, Any] = {"micro_batches": micro_batches, "clip": clip, "deadline": DEADLINE}
         self.options |= pipeline
+        check_settings(self.options)
         self.global_rank, self.local_rank = int(os.environ.get("RANK", "0")), local_rank()
         self.world = World()
         self.pipe: Pipeline | None = None

@@ -20,7 +20,7 @@ from ...stages.plan.validation import streams
 from ...stages.split_inputs import Split
 from ...stages.tracing.capture.call_spec import Constant
 from ..checkpoint import load, save
-from ..pipeline import Pipeline
+from ..pipeline import Pipeline, check_settings
 
 NUMBER = "num_items_in_batch"  # the input by which models divide the sum of their losses
 FOLDER = "penstock"  # of a checkpoint: the parts of all ranks
@@ -46,6 +46,7 @@ class PipelineTrainer(Trainer):
 
     Raises:
         ConfigError: An argument of Trainer asks for what a pipeline does in another way, or not at all.
+        TypeError: ``Pipeline.of`` does not take an entry of ``pipeline``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class PipelineTrainer(Trainer):
     ) -> None:
         self.options = dict(pipeline or {})
         args = args or TrainingArguments("tmp_trainer")
+        check_settings(self.options)
         _check(type(self), args, named, self.options)
         state = args.distributed_state  # it has joined the ranks of torchrun
         is_joined = dist.is_available() and dist.is_initialized()

@@ -180,6 +180,11 @@ def test_what_a_pipeline_does_otherwise_is_refused(net, options, said, tmp_path)
         fitted(net(), "penstock", tmp_path, **options)
 
 
+def test_an_argument_that_no_pipeline_takes_is_refused_at_once():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'microbatches'"):
+        PenstockStrategy(microbatches=8)
+
+
 def test_a_schedule_whose_gradients_lightning_would_set_to_zero_is_refused(tmp_path):
     with pytest.raises(penstock.ConfigError, match=r"gradients in flight .*; choose 1f1b and weights=latest"):
         fitted(Net(), PenstockStrategy(weights="double_buffered"), tmp_path)

@@ -187,6 +187,11 @@ def test_what_a_pipeline_does_otherwise_is_refused(changed, named, sentence, tmp
     assert list(Path(tmp_path).iterdir()) == []
 
 
+def test_an_argument_that_no_pipeline_takes_is_refused_at_once(tmp_path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'microbatches'"):
+        PipelineTrainer(Net(), arguments(tmp_path), pipeline={"microbatches": 8})
+
+
 def test_a_second_training_and_a_checkpoint_of_another_trainer_are_refused(tmp_path):
     trainer(transformers.Trainer, Net, tmp_path / "plain").train()
     checkpoint = tmp_path / "plain" / "checkpoint-3"
