@@ -231,7 +231,8 @@ def _guard(name: str, code: types.CodeType, read: Callable[[], Any]) -> Guard:
     return Guard.of(name, read, _facts, where=f"{code.co_filename}:{code.co_firstlineno}")
 
 
-def _chains_of(code: types.CodeType) -> set[tuple[str, ...]]:
+@functools.lru_cache(maxsize=4096)  # in eval mode the same code runs again
+def _chains_of(code: types.CodeType) -> frozenset[tuple[str, ...]]:
     """The globals that code loads, each with the attributes that it takes of them at once: ``F.gelu``."""
     found: set[tuple[str, ...]] = set()
     chain: tuple[str, ...] = ()
@@ -244,7 +245,7 @@ def _chains_of(code: types.CodeType) -> set[tuple[str, ...]]:
             chain = ()
         if chain:
             found.add(chain)
-    return found
+    return frozenset(found)
 
 
 def _follow(held: Mapping[str, Any], chain: tuple[str, ...]) -> Any:

@@ -98,21 +98,21 @@ Applied = Sequence[tuple[dict[str, Any], str, type]]
 def applying() -> Applied:
     """Every name of every imported file that stands for ``apply`` of an autograd Function, which comes last.
 
-    There are a hundred thousand names: it takes several milliseconds."""
+    There are a hundred thousand names: it takes some milliseconds."""
     builtin = types.BuiltinMethodType  # compared and not asked: some lazy objects warn when they are
-    names = ((*one, getattr(one[2], "__self__", None)) for one in _names() if type(one[2]) is builtin)
     return [
         (file, name, owner)
-        for file, name, held, owner in names
-        if held.__name__ == "apply" and isinstance(owner, type) and issubclass(owner, Function)
+        for file, name, held in _names(lambda held: type(held) is builtin)
+        if held.__name__ == "apply"
+        and isinstance(owner := held.__self__, type)
+        and issubclass(owner, Function)
     ]
 
 
-def _names() -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Globals of every imported file, a name in them, and what it stands for."""
-    for file in list(sys.modules.values()):
-        if isinstance(file, types.ModuleType):
-            yield from ((vars(file), name, held) for name, held in list(vars(file).items()))
+def _names(wanted: Callable[[Any], bool]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return globals of imported files, names in them, and what is ``wanted`` of what they stand for."""
+    files = [vars(file) for file in list(sys.modules.values()) if isinstance(file, types.ModuleType)]
+    return [(file, name, held) for file in files for name, held in list(file.items()) if wanted(held)]
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
@@ -218,7 +218,7 @@ class Recorder(Nodes, TorchFunctionMode):
         yield torch.random, "initial_seed", self._initial_seed
         wrapped = [(frame, name, frame[name]) for frame, name in wrapped_functions() if name in frame]
         wanted = {id(function) for function in self.functions}
-        named = (one for one in _names() if id(one[2]) in wanted) if wanted else ()
+        named = _names(lambda held: id(held) in wanted) if wanted else ()
         for frame, name, held in (*(one for one in wrapped if callable(one[2])), *named):
             yield frame, name, functools.partial(run_function, name, held)
 
