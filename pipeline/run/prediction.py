@@ -53,7 +53,7 @@ def compare(plan: Plan, panel: Panel, totals: Totals, *, rates: Rates | None) ->
         update = (one["compute_seconds"] - one["worked_seconds"]) / several
         updates.append((seconds_of_update(plan, number), update))
     step = [panel.seconds, statistics.median(seconds for seconds, _ in totals.recent)]
-    off = _off(step, stages, updates) if len(totals.recent) >= LEAST else None
+    off = _off(plan, step, stages, updates) if len(totals.recent) >= LEAST else None
     return {"step_seconds": step, "stages": stages, "off": off}
 
 
@@ -72,9 +72,11 @@ def _transfer(
     return planned, measured if rates else None
 
 
-def _off(step: list[float], stages: list[dict[str, Any]], updates: list[tuple[float, float]]) -> str | None:
-    """Say by how much a step differs, and the first term that has most of the difference: what a stage
-    computes, updates; else the ranks wait for each other."""
+def _off(
+    plan: Plan, step: list[float], stages: list[dict[str, Any]], updates: list[tuple[float, float]]
+) -> str | None:
+    """Say by how much a step differs, and the first term that has most of the difference: what the stages of
+    a rank compute, an update, waiting; if none has, say so."""
     predicted, measured = step
     more = measured - predicted
     if not predicted or abs(more) <= OFF * predicted:
@@ -83,15 +85,21 @@ def _off(step: list[float], stages: list[dict[str, Any]], updates: list[tuple[fl
         f"a step took {show_seconds(measured)}, {abs(more) / predicted:.0%} {'more' if more > 0 else 'less'} "
         f"than the plan predicts ({show_seconds(predicted)})"
     )
-    differences = [(one["compute"][1] - one["compute"][0]) / more for one in stages]
-    if max(differences) >= SHARE:
-        number = differences.index(max(differences))
-        planned, found = map(show_seconds, stages[number]["compute"])
-        return f"{sentence}: stage {number} computed and packed for {found} instead of {planned}"
+    of_ranks = {
+        numbers: [sum(stages[number]["compute"][kind] for number in numbers) for kind in (0, 1)]
+        for numbers in map(tuple, plan.stages_of_rank)
+    }
+    numbers, (planned, found) = max(of_ranks.items(), key=lambda one: (one[1][1] - one[1][0]) / more)
+    if (found - planned) / more >= SHARE:
+        who = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {', '.join(map(str, numbers))}"
+        instead = f"{show_seconds(found)} instead of {show_seconds(planned)}"
+        return f"{sentence}: {who} computed and packed for {instead}"
     planned, found = max(updates, key=lambda one: (one[1] - one[0]) / more)
     if (found - planned) / more >= SHARE:
         instead = f"instead of {show_seconds(planned)}" if planned else "which the plan does not count"
         return f"{sentence}: an update took {show_seconds(found)}, {instead}"
     waits = [sum(one["waiting"][kind] for one in stages) for kind in (0, 1)]
+    if (waits[1] - waits[0]) / more < SHARE:
+        return f"{sentence}: computing, updates and waiting are each less than half of that"
     planned, found = map(show_seconds, waits)
     return f"{sentence}: stages waited {found} for frames instead of {planned}"

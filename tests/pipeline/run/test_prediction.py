@@ -22,7 +22,9 @@ MEASURED = {"rates": {(0, 1): 500_000.0, (1, 0): 250_000.0}}
 STEP = 0.011  # a forward, a link, two forwards, a backward, a link, two backwards of 2 ms
 
 
-def found(*, seconds, worked=(0.006, 0.006), computed=None, waited=(0.0, 0.0), slow=9.0, steps=3, **rates):
+def found(
+    *, seconds, worked=(0.006, 0.006), computed=None, waited=(0.0, 0.0), slow=9.0, steps=3, plan=PLAN, **rates
+):
     """The comparison of a run of several steps, the first of which takes ``slow``."""
     stages = tuple(
         dataclasses.replace(one, worked_seconds=work, compute_seconds=total, waiting_seconds=wait)
@@ -34,7 +36,7 @@ def found(*, seconds, worked=(0.006, 0.006), computed=None, waited=(0.0, 0.0), s
     totals = Totals(num_stages=2)
     for one in (first, *[dataclasses.replace(report(1, seconds=seconds), stages=stages)] * steps):
         totals.add(one)
-    told = compare(PLAN, PANEL, totals, **(rates or MEASURED))
+    told = compare(plan, PANEL, totals, **(rates or MEASURED))
     assert told is not None
     return told
 
@@ -69,6 +71,7 @@ OFF = [
     ),
     ({"seconds": 2 * STEP, "computed": (0.015, 0.006)}, "an update took 9 ms, which the plan does not count"),
     ({"seconds": 2 * STEP, "waited": (0.02, 0.01)}, "stages waited 30 ms for frames instead of"),
+    ({"seconds": 2 * STEP, "worked": (0.008, 0.008)}, "waiting are each less than half of that"),
 ]
 
 
@@ -76,6 +79,14 @@ OFF = [
 def test_a_step_that_is_off_by_more_than_15_per_cent_names_the_term(measured, why):
     off = found(**measured)["off"]
     assert off is None if why is None else why in off
+
+
+def test_stages_of_one_rank_are_off_together():
+    alone = dataclasses.replace(
+        PLAN, stages=tuple(dataclasses.replace(stage, ranks=(0,)) for stage in PLAN.stages)
+    )
+    off = found(plan=alone, seconds=3 * STEP, worked=(0.016, 0.016))["off"]
+    assert off.endswith(": stages 0, 1 computed and packed for 32 ms instead of 12 ms")
 
 
 def test_a_resumed_run_is_measured_anew():
