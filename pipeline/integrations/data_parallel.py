@@ -6,7 +6,7 @@ Each rank adds the gradients of its part of a bucket, those of rank 0 first, and
 element is added in the same order whatever the buckets are, so that its bits do not depend on their size.
 """
 
-from collections.abc import Sequence
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -79,7 +79,7 @@ class DdpHook(_Packed):
         means = [expect(packing, pieces, group) for pieces in slices]
         sent = [send(packing, pieces, group, flow=("gradients", index)) for pieces in slices]
         for pieces, came in zip(slices, sums, strict=True):
-            pieces[rank].copy_(_sum(came(pieces[rank])))
+            pieces[rank].copy_(functools.reduce(torch.add, came(pieces[rank])))
             sent.append(send(packing, [pieces[rank]] * size, group, flow=("means", index)))
         for pieces, came in zip(slices, means, strict=True):
             for piece, mean in zip(pieces, came(pieces[rank]), strict=True):
@@ -129,14 +129,7 @@ class FsdpReduceScatter(_Packed, DefaultAllocMixin, ReduceScatter):
         sums = [expect(packing, [parts[own]] * size, group) for parts in slices]
         sent = [send(packing, parts, group, flow="gradients") for parts in slices]
         for (out,), parts, came in zip(slices_of([output_tensor.view(-1)]), slices, sums, strict=True):
-            total = _sum(came(parts[own]))
+            total = functools.reduce(torch.add, came(parts[own]))
             out.copy_(total.div_(size) if op == dist.ReduceOp.AVG else total)
         for wait in sent:
             wait()
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
